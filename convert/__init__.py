@@ -1,0 +1,1 @@
+"""What to do and doing it: recipes, planning, execution, reports, command line."""

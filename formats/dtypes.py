@@ -1,0 +1,65 @@
+"""Element types of safetensors: their bits, and the numpy type that holds those bits."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+#: Bits of one element, for every type the safetensors format knows (0.8).
+BITS: dict[str, int] = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+
+_NUMPY: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "I8": np.int8,
+    "I16": np.int16,
+    "U16": np.uint16,
+    "F16": np.float16,
+    "BF16": np.uint16,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "F32": np.float32,
+    "C64": np.complex64,
+    "F64": np.float64,
+    "I64": np.int64,
+    "U64": np.uint64,
+}
+
+FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
+#: Types a plain weight may have.
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """The numpy type holding one element's bits (bf16 as uint16; 8-bit floats and sub-byte types as uint8)."""
+    return np.dtype(_NUMPY.get(dtype, np.uint8))
+
+
+def nbytes(dtype: str, shape: tuple[int, ...]) -> int | None:
+    """Bytes of a tensor, None when the element count does not fill whole bytes (F4, F6). KeyError: no such type."""
+    bits = BITS[dtype] * prod(shape)
+    return bits // 8 if bits % 8 == 0 else None

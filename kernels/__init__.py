@@ -1,0 +1,1 @@
+"""The arithmetic: quantise, dequantise, rotate, pack, matmul. Arrays in, arrays out; no files, no names."""

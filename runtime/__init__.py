@@ -1,0 +1,1 @@
+"""Would it be served, and what comes out: contracts, families, loadable layers, verification."""

@@ -1,0 +1,1 @@
+"""What each runtime accepts, refuses, and takes silently wrong. Pure functions over headers and markers."""
