@@ -1,0 +1,77 @@
+# Shared by the scripts beside it; source it, do not run it.
+# shellcheck shell=bash
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${QCONVERT_VENV:-$ROOT/.venv}"
+
+# Python would put the working directory on sys.path, and from the repository root the source folders would then be
+# importable as `kernels`, `formats`, `runtime`, `convert`. What runs here is the installed package, nothing else.
+export PYTHONSAFEPATH=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+unset PYTHONPATH
+
+say() { printf '%s\n' "== $*"; }
+die() {
+    printf '%s\n' "$*" >&2
+    exit 1
+}
+
+# The interpreter that makes the environments: $PYTHON, else the first one that is new enough.
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "Python 3.11 or newer is needed and was not found (set PYTHON to its path)"
+}
+
+# make_venv DIR: create it unless it is there and works.
+make_venv() {
+    local python
+    "$1/bin/python" -c 'import pip' 2>/dev/null && return
+    python="$(find_python)" || exit 1
+    say "creating $1 with $("$python" --version)"
+    "$python" -m venv --clear "$1" || die "cannot create $1 (on Debian and Ubuntu: apt install python3-venv)"
+}
+
+# install_project VENV [EXTRA]: a normal (not editable) install, with the dependencies pinned by constraints.txt.
+# Dependencies are looked at again only when a file that names them changed; the project is installed every time.
+install_project() {
+    local venv="$1" extra="${2:-}" stamp want stage
+    make_venv "$venv"
+    stamp="$venv/.qconvert-dependencies${extra:+-$extra}"
+    want="$(cat "$ROOT/constraints.txt" "$ROOT/pyproject.toml" | cksum)"
+    # Built from a copy: setuptools would otherwise leave build/ in the tree and pack stale files from it next time.
+    stage="$(mktemp -d)"
+    if ! copy_source "$stage"; then
+        rm -rf "$stage"
+        return 1
+    fi
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
+        say "installing dependencies${extra:+ (extra: $extra)}"
+        if ! "$venv/bin/python" -m pip install -q -c "$ROOT/constraints.txt" setuptools ||
+            ! "$venv/bin/python" -m pip install -q -c "$ROOT/constraints.txt" --no-build-isolation \
+                "$stage${extra:+[$extra]}"; then
+            rm -rf "$stage"
+            return 1
+        fi
+        printf '%s\n' "$want" >"$stamp"
+    fi
+    if ! "$venv/bin/python" -m pip install -q --no-deps --no-build-isolation --force-reinstall "$stage"; then
+        rm -rf "$stage"
+        return 1
+    fi
+    rm -rf "$stage"
+}
+
+# What a build reads, and nothing else.
+copy_source() {
+    (
+        cd "$ROOT" || exit 1
+        tar -c --exclude=__pycache__ --exclude='*.egg-info' \
+            pyproject.toml README.md LICENSE src kernels formats runtime convert
+    ) | tar -x -C "$1"
+}
