@@ -37,7 +37,7 @@ class Backend(Protocol):
         ...
 
     def from_f32(self, x: F32, dtype: str) -> Raw:
-        """Round float32 to F32, F16, BF16 (nearest even; overflow becomes inf) or saturating F8_E4M3/F8_E5M2."""
+        """Round float32 (half to even) to F32, F16, BF16 (overflow becomes inf), or saturating F8_E4M3, F8_E5M2."""
         ...
 
     def amax(self, x: F32) -> float:
@@ -78,6 +78,10 @@ class Backend(Protocol):
 
     def int8_decode(self, q: I8, scale: F32) -> F32:
         """float32(q) * scale; scale [] or [R]."""
+        ...
+
+    def nvfp4_tensor_scale(self, amax: float) -> np.float32:
+        """float32(amax)/2688 (448 * 6), never below the least normal float32; 1.0 when amax is 0."""
         ...
 
     def nvfp4_encode(self, x: F32, tensor_scale: np.float32, quality: Quality) -> tuple[U8, U8]:
@@ -132,8 +136,8 @@ class Backend(Protocol):
     ) -> F32:
         """clamp(round(v*s_rel), +-127) * s_channel (+ correction [R,K/G]), still rotated; bits 4 or 6.
 
-        v = codebook[c], c-8 (4 bit without codebook) or c-32 (6 bit). codes: [R,K/2] or [R,3K/4] (K/2 bytes of
-        low nibbles, then K/4 bytes of top two bits, column c in byte c//4 at bit 2*(c%4)).
+        v = codebook[c], c-8 (4 bit without codebook) or c-32 (6 bit). codes: [R,K/2] or [R,3K/4] (K/2 bytes
+        of low nibbles, then K/4 bytes of top two bits, column c in byte c//4 at bit 2*(c%4)).
         """
         ...
 

@@ -1,0 +1,125 @@
+"""The definition of asym_w4a8_int8 (4 and 6 bit) in plain torch; see `reference` for the rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from qconvert.kernels.api import Quality
+from qconvert.kernels.reference import (
+    decode_e4m3,
+    encode_e4m3,
+    lane_sum,
+    pack_nibbles,
+    unpack_nibbles,
+)
+from qconvert.kernels.search import SCALE_FLOOR, W4A8_OFFSETS, W6A8_OFFSETS
+from torch import Tensor
+
+#: Levels of the 4-bit form without a codebook, by code.
+UNIFORM = torch.arange(-8.0, 8.0)
+
+
+def _grid(levels: Tensor, s_rel: Tensor) -> Tensor:
+    """What the runtime multiplies: round(level * s_rel) clamped to +-127; s_rel [...] -> [..., levels]."""
+    return (levels * s_rel[..., None]).round().clamp(-127, 127)
+
+
+def _channel_scale(x: Tensor) -> Tensor:
+    return torch.maximum(x.abs().amax(dim=1) / 127.0, torch.tensor(SCALE_FLOOR))
+
+
+def _search_s_rel(
+    y: Tensor, start: Tensor, offsets: tuple[int, ...], nearest: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """e4m3 codes [R, K/G] with the least squared error near `start`; y [R, K/G, G] in channel scales."""
+    best_code = start
+    best_error = torch.full_like(y[..., 0], math.inf)
+    for offset in (0, *offsets):
+        candidate = (start + offset).clamp(0, 126)
+        d = nearest(y, decode_e4m3(candidate.to(torch.uint8)))
+        error = lane_sum(d * d)
+        wins = error < best_error
+        best_error = torch.where(wins, error, best_error)
+        best_code = torch.where(wins, candidate, best_code)
+    return best_code
+
+
+def w4a8_encode(
+    x: Tensor, group: int, codebook: Tensor | None, quality: Quality
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, s_rel and s_channel; nearest grid value, ties to the lower code."""
+    levels = UNIFORM if codebook is None else codebook
+    s_channel = _channel_scale(x)
+    y = (x / s_channel[:, None]).unflatten(1, (-1, group))
+    start = encode_e4m3(y.abs().amax(dim=2) / levels.abs().max()).to(torch.int32)
+
+    def distance(values: Tensor, s_rel: Tensor) -> Tensor:
+        grid = _grid(levels, s_rel)
+        least = (values - grid[..., 0:1]).abs()
+        for j in range(1, 16):
+            least = torch.minimum(least, (values - grid[..., j : j + 1]).abs())
+        return least
+
+    code = _search_s_rel(y, start, W4A8_OFFSETS if quality == "best" else (), distance).to(torch.uint8)
+    grid = _grid(levels, decode_e4m3(code))
+    middle = (grid[..., :15] + grid[..., 1:]) * 0.5
+    q = torch.zeros_like(y, dtype=torch.uint8)
+    for j in range(15):
+        q = q + (y > middle[..., j : j + 1]).to(torch.uint8)
+    return pack_nibbles(q.flatten(1), high_first=False), code, s_channel
+
+
+def _six_bit_nearest(y: Tensor, s_rel: Tensor) -> tuple[Tensor, Tensor]:
+    """Level -31..31 whose grid value is nearest to y, and the distance; the lower level wins a tie.
+
+    The grid is the line level*s_rel rounded to integers, so only the neighbours of y/s_rel can win.
+    """
+    s = torch.where(s_rel == 0.0, 1.0, s_rel)[..., None]
+    middle = (y / s).round()
+    best_level = (middle - 1.0).clamp(-31, 31)
+    best = (y - (best_level * s_rel[..., None]).round().clamp(-127, 127)).abs()
+    for step in (0.0, 1.0):
+        level = (middle + step).clamp(-31, 31)
+        d = (y - (level * s_rel[..., None]).round().clamp(-127, 127)).abs()
+        wins = d < best
+        best, best_level = torch.where(wins, d, best), torch.where(wins, level, best_level)
+    return best_level, best
+
+
+def w6a8_encode(x: Tensor, group: int, quality: Quality) -> tuple[Tensor, Tensor, Tensor]:
+    s_channel = _channel_scale(x)
+    y = (x / s_channel[:, None]).unflatten(1, (-1, group))
+    start = encode_e4m3(y.abs().amax(dim=2) / 31.0).to(torch.int32)
+    offsets = W6A8_OFFSETS if quality == "best" else ()
+    code = _search_s_rel(y, start, offsets, lambda v, s: _six_bit_nearest(v, s)[1]).to(torch.uint8)
+    level, _ = _six_bit_nearest(y, decode_e4m3(code))
+    q = (level + 32.0).to(torch.uint8).flatten(1)
+    top = q >> 4
+    tops = top[:, 0::4] | (top[:, 1::4] << 2) | (top[:, 2::4] << 4) | (top[:, 3::4] << 6)
+    return torch.cat((pack_nibbles(q & 15, high_first=False), tops), dim=1), code, s_channel
+
+
+def w4a8_decode(
+    codes: Tensor,
+    s_rel: Tensor,
+    s_channel: Tensor,
+    codebook: Tensor | None,
+    group: int,
+    bits: int,
+    correction: Tensor | None,
+) -> Tensor:
+    if bits == 4:
+        index = unpack_nibbles(codes, high_first=False).to(torch.int64)
+        value = (UNIFORM if codebook is None else codebook)[index]
+    else:
+        half = codes.shape[1] // 3 * 2
+        low = unpack_nibbles(codes[:, :half].contiguous(), high_first=False)
+        tops = torch.stack([(codes[:, half:] >> (2 * j)) & 3 for j in range(4)], dim=-1).flatten(1)
+        value = (low | (tops << 4)).to(torch.float32) - 32.0
+    scaled = (value.unflatten(1, (-1, group)) * s_rel[..., None]).round().clamp(-127, 127)
+    out = scaled * s_channel[:, None, None]
+    if correction is not None:
+        out = out + correction[..., None]
+    return out.flatten(1)
