@@ -80,8 +80,26 @@ class Contract(Protocol):
     def layer_refusal(
         self, config: str, kind: Kind, format_name: str, n: int, k: int, options: Mapping[str, Any]
     ) -> str | None:
-        """Why a layer [n, k] of this format and these marker options cannot be served under `config`; None if it can.
+        """Why a layer [n, k] of this format and options cannot be served under `config`; None if it can.
 
-        Only what follows from kind, shape and marker: asked by the planner before anything is written.
+        Only what follows from kind, shape and options: asked by the planner before anything is written.
+        Options are the marker's keys as they would be written (`convrot`, `convrot_groupsize`, `group_size`,
+        `linear_dtype`, `full_precision_matrix_mult`) and, because no marker carries them,
+
+        * `scale`: "row" or "tensor", of an int8 layer or table (not judged when absent);
+        * `tensors`: suffixes that would be written beside `weight` and its scales, e.g. `{"input_scale"}`;
+        * `partitions`: how many stored layers the model fuses into this one (1 when absent);
+        * `bits`: 6 for the 6-bit variant of asym_w4a8_int8 (4 when absent).
+
+        Unquantised formats (`bf16`, `fp16`, `fp32`) are served everywhere. Unknown configs raise UsageError.
+        """
+        ...
+
+    def marker_violations(
+        self, config: str, kind: Kind, layer: str, marker: Mapping[str, Any], scale: str | None
+    ) -> list[Violation]:
+        """What is wrong with this marker alone under `config`, before any tensor is looked at.
+
+        `scale` is "row", "tensor", or None when it is not known what the layer's scale looks like.
         """
         ...

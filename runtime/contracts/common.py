@@ -1,0 +1,64 @@
+"""What the contracts share: layers grouped from a header, and the ways to say what was found in one."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from qconvert.formats.tensors import HeaderView, Spec
+from qconvert.runtime.contracts.base import Kind
+
+#: Formats that are no quantisation at all: layers in them are served by every runtime.
+PLAIN_FORMATS = frozenset({"bf16", "fp16", "f16", "fp32", "f32", "plain", "bfloat16", "float16", "float32"})
+#: Dtypes that loaders cast into each other without loss of meaning (biases, pre_quant_scale).
+FLOATS = frozenset({"F32", "F16", "BF16"})
+MARKER = "comfy_quant"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of a header: its marker and its tensors by suffix (the marker's own tensor left out)."""
+
+    prefix: str
+    kind: Kind
+    marker: Mapping[str, Any]
+    specs: Mapping[str, Spec]
+
+    @property
+    def format(self) -> str | None:
+        name = self.marker.get("format")
+        return name if isinstance(name, str) else None
+
+
+def tensors_by_layer(view: HeaderView) -> dict[str, dict[str, Spec]]:
+    """Prefix -> suffix -> type and shape; a tensor belongs to the name before its last dot."""
+    layers: dict[str, dict[str, Spec]] = {}
+    for name, spec in view.tensors.items():
+        prefix, _, suffix = name.rpartition(".")
+        if suffix != MARKER:
+            layers.setdefault(prefix, {})[suffix] = spec
+    return layers
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """A shape as people write it: [64, 512]."""
+    return str(list(shape))
+
+
+def remedy(view: HeaderView, target: str, *options: str) -> str:
+    """The command that mends a file: a single file by its name, shards by their folder."""
+    source = view.files[0] if len(view.files) == 1 else str(PurePath(view.files[0]).parent)
+    return shlex.join(["qconvert", source, "--to", target, *options])
+
+
+def up(value: int, multiple: int) -> int:
+    """`value` rounded up to a multiple."""
+    return -(-value // multiple) * multiple
+
+
+def is_power_of_4(value: int) -> bool:
+    """Sizes a ConvRot rotation exists for: 4, 16, 64, 256, 1024, ..."""
+    return value >= 4 and value & (value - 1) == 0 and value.bit_length() % 2 == 1

@@ -1,0 +1,104 @@
+"""Model families: which model a file holds, what its layers are, what runtimes do with it. All facts are data.
+
+One TOML file a family in `data/`; `schema` says what may stand in it. Only headers are looked at, and nothing
+heavy is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from qconvert.runtime.families.match import FamilyMatch, Role, RuntimeRules
+from qconvert.runtime.families.names import Groups, Names
+from qconvert.runtime.families.schema import (
+    Family,
+    FamilyDataError,
+    canonical_format,
+    parse_common,
+    parse_family,
+)
+from qconvert.runtime.roles import is_embedding_name
+
+if TYPE_CHECKING:
+    from qconvert.formats.tensors import Spec
+
+__all__ = [
+    "Family",
+    "FamilyDataError",
+    "FamilyMatch",
+    "Role",
+    "RuntimeRules",
+    "canonical_format",
+    "detect",
+    "generic_role",
+    "load_families",
+    "owner",
+]
+
+_COMMON = "common.toml"
+
+
+@cache
+def load_families() -> tuple[Family, ...]:
+    """Every family that ships, validated; sorted by id."""
+    folder = resources.files(__package__) / "data"
+    texts = {item.name: item.read_text("utf-8") for item in folder.iterdir() if item.name.endswith(".toml")}
+    common = texts.pop(_COMMON)
+    families: dict[str, Family] = {}
+    for name in sorted(texts):
+        family = parse_family(texts[name], name)
+        if f"{family.id}.toml" != name:
+            raise FamilyDataError(f"{name}: 'id' is {family.id!r}, expected the file's name")
+        families[family.id] = family
+    shared = parse_common(common, _COMMON, {family.id: family.component for family in families.values()})
+    return tuple(
+        replace(family, runtime_rules=family.runtime_rules + shared[family.id])
+        for family in families.values()
+    )
+
+
+def detect(tensors: Mapping[str, Spec]) -> tuple[FamilyMatch, ...]:
+    """The families in a file, one match a component and prefix; empty when none is known.
+
+    Files of one model have one match, all-in-one files several. Quantised layers are seen through: packed
+    weights, side tensors and missing markers make no difference.
+    """
+    groups = Groups(tensors)
+    found: dict[str, FamilyMatch] = {}
+    for family in load_families():
+        for rule in family.detections:
+            for prefix in groups.prefixes(family.component, rule.prefixes):
+                names = groups.names(prefix)
+                if prefix not in found and names.holds(rule):
+                    found[prefix] = _match(family, prefix, names)
+    return tuple(found[prefix] for prefix in sorted(found))
+
+
+def owner(matches: tuple[FamilyMatch, ...], layer: str) -> FamilyMatch | None:
+    """The match that a layer belongs to: of those that hold it, the one with the longest prefix."""
+    holding = [match for match in matches if match.owns(layer)]
+    return max(holding, key=lambda match: len(match.prefix), default=None)
+
+
+def generic_role(layer: str, spec: Spec) -> Role:
+    """What a layer of an unknown family is, from the name and shape of its weight alone."""
+    if len(spec.shape) != 2:
+        return Role("other", "not a matrix")
+    if is_embedding_name(layer):
+        return Role("embedding", "its name is that of a table")
+    return Role("linear")
+
+
+def _match(family: Family, prefix: str, names: Names) -> FamilyMatch:
+    variant = next((item.id for item in family.variants if names.holds(item.detection)), None)
+    layers = names.layers()
+    blocks = {}
+    for rule in family.roles:
+        if rule.first or rule.last:
+            hits = (rule.layers.fullmatch(layer) for layer in layers)
+            blocks[rule.layers] = 1 + max((int(hit["block"]) for hit in hits if hit), default=-1)
+    return FamilyMatch(family, prefix, variant, layers, blocks)

@@ -1,0 +1,183 @@
+"""Comparing two files by what their layers stand for: decoded values, and outputs on seeded activations."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from qconvert.formats.base import F32
+from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.layers import Inventory, Layer
+from qconvert.formats.reader import LayerReader
+from qconvert.formats.values import decode_rows, input_factor
+from qconvert.kernels.api import Backend
+
+#: Elements decoded at a time.
+CHUNK_ELEMENTS = 1 << 20
+#: Rows of the seeded activations that outputs are compared on.
+PROBES = 8
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal/noise); inf when there is no error, also for 0/0."""
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMatch:
+    """Energies (float64) of one layer: of the weights, and of its outputs on random inputs (0 where not run)."""
+
+    layer: str
+    source_format: str
+    format: str
+    params: int
+    rows: int
+    signal: float
+    noise: float
+    out_signal: float = 0.0
+    out_noise: float = 0.0
+
+    @property
+    def sqnr(self) -> float:
+        return decibels(self.signal, self.noise)
+
+    @property
+    def out_sqnr(self) -> float:
+        return decibels(self.out_signal, self.out_noise)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two files."""
+
+    checkpoint: Checkpoint
+    layer: Layer
+
+    def chunks(self, starts: Iterable[tuple[int, int]], backend: Backend, fold: bool) -> Iterable[F32]:
+        for expert in range(self.layer.experts) if self.layer.experts else (None,):
+            reader = LayerReader(self.checkpoint, self.layer, expert)
+            factor = input_factor(self.layer, reader, backend) if fold else None
+            for a, b in starts:
+                x = decode_rows(self.layer, reader, a, b, backend)
+                yield x if factor is None else x * factor
+
+
+def compare_layer(
+    source: Side, target: Side, backend: Backend, *, max_rows: int | None = None, probes: int = PROBES
+) -> LayerMatch:
+    """Decode both sides and compare. `max_rows`: only that many rows, in evenly spaced blocks of 128.
+
+    pre_quant_scale is applied on both sides unless both carry one (then stored weights are compared).
+    """
+    layer = source.layer
+    n, k = min(source.layer.n, target.layer.n), layer.k
+    fold = ("pre_quant_scale" in layer.tensors) != ("pre_quant_scale" in target.layer.tensors)
+    spans = _spans(n, k, max_rows)
+    activations = _activations(layer.prefix, k, probes) if probes and layer.ndim == 2 and k else None
+    signal = noise = out_signal = out_noise = 0.0
+    for x, y in zip(
+        source.chunks(spans, backend, fold), target.chunks(spans, backend, fold), strict=True
+    ):
+        s, e = backend.error(x, y)
+        signal, noise = signal + s, noise + e
+        if activations is not None:
+            s, e = backend.error(
+                np.ascontiguousarray(activations @ x.T), np.ascontiguousarray(activations @ y.T)
+            )
+            out_signal, out_noise = out_signal + s, out_noise + e
+    rows = sum(b - a for a, b in spans)
+    return LayerMatch(
+        layer.prefix,
+        describe(layer),
+        describe(target.layer),
+        layer.params,
+        rows,
+        signal,
+        noise,
+        out_signal,
+        out_noise,
+    )
+
+
+def describe(layer: Layer) -> str:
+    """A layer's format in a word: its marker's, else the codec's or the dtype."""
+    if layer.marker:
+        return str(layer.marker["format"])
+    return str(layer.options["dtype"]) if layer.codec.name == "plain" else layer.codec.name
+
+
+def _spans(n: int, k: int, max_rows: int | None) -> list[tuple[int, int]]:
+    step = max(128, CHUNK_ELEMENTS // max(k, 1) // 128 * 128)
+    if max_rows is None or max_rows >= n:
+        return [(a, min(a + step, n)) for a in range(0, n, step)]
+    blocks = -(-n // 128)
+    count = max(1, max_rows // 128)
+    picked = sorted({i * blocks // count for i in range(count)})
+    return [(block * 128, min(block * 128 + 128, n)) for block in picked]
+
+
+def _activations(prefix: str, k: int, probes: int) -> F32:
+    seed = zlib.crc32(prefix.encode())
+    return np.random.default_rng(seed).standard_normal((probes, k), np.float32)
+
+
+def pair_layers(
+    source: Inventory, target: Inventory, rename: Callable[[str], str] | None = None
+) -> tuple[list[tuple[Layer, Layer]], list[str], list[str]]:
+    """Layers of both files by name (and by shape); names only in the source, names only in the target.
+
+    Without `rename`, a `model.diffusion_model.` prefix missing on one side is bridged.
+    """
+    strip = "model.diffusion_model."
+    by_name = {rename(name) if rename else name: layer for name, layer in source.layers.items()}
+    if rename is None and not set(by_name) & set(target.layers):
+        by_name = {name.removeprefix(strip): layer for name, layer in by_name.items()}
+    pairs = [(layer, target.layers[name]) for name, layer in by_name.items() if name in target.layers]
+    missing = sorted(layer.prefix for name, layer in by_name.items() if name not in target.layers)
+    extra = sorted(set(target.layers) - set(by_name))
+    return pairs, missing, extra
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The verdict on a whole file."""
+
+    matches: list[LayerMatch]
+    missing: list[str]
+    extra: list[str]
+    mismatched: list[str]
+
+    def total(self) -> float:
+        return decibels(sum(m.signal for m in self.matches), sum(m.noise for m in self.matches))
+
+
+def compare_files(
+    source: tuple[Checkpoint, Inventory],
+    target: tuple[Checkpoint, Inventory],
+    backend: Backend,
+    *,
+    rename: Callable[[str], str] | None = None,
+    max_rows: int | None = None,
+    probes: int = PROBES,
+    only_changed: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Comparison:
+    """Every layer that both files have. `only_changed` skips layers that are unquantised and of one type in both."""
+    pairs, missing, extra = pair_layers(source[1], target[1], rename)
+    matches: list[LayerMatch] = []
+    mismatched: list[str] = []
+    for a, b in pairs:
+        if (a.k, a.experts) != (b.k, b.experts) or a.n != b.n:
+            mismatched.append(f"{a.prefix}: [{a.n}, {a.k}] against [{b.n}, {b.k}]")
+        elif not (only_changed and not a.quantised and not b.quantised):
+            matches.append(
+                compare_layer(Side(source[0], a), Side(target[0], b), backend, max_rows=max_rows, probes=probes)
+            )
+        if progress:
+            progress(a.nbytes)
+    return Comparison(matches, missing, extra, mismatched)
