@@ -12,7 +12,7 @@ from qconvert.formats.base import F32
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Inventory, Layer
 from qconvert.formats.reader import LayerReader
-from qconvert.formats.values import decode_rows, input_factor
+from qconvert.formats.values import aligned, decode_rows, input_factor
 from qconvert.kernels.api import Backend
 
 #: Elements decoded at a time.
@@ -58,6 +58,14 @@ class Side:
     checkpoint: Checkpoint
     layer: Layer
 
+    def values(self, expert: int | None, a: int, b: int, backend: Backend, fold: bool) -> F32:
+        """Rows [a, b) in the plain basis; `fold` multiplies a pre_quant_scale in."""
+        reader = LayerReader(self.checkpoint, self.layer, expert)
+        start = aligned(self.layer.codec, self.layer.options, a)
+        x = decode_rows(self.layer, reader, start, b, backend)[a - start :]
+        factor = input_factor(self.layer, reader, backend) if fold else None
+        return np.ascontiguousarray(x if factor is None else x * factor)
+
     def chunks(self, starts: Iterable[tuple[int, int]], backend: Backend, fold: bool) -> Iterable[F32]:
         for expert in range(self.layer.experts) if self.layer.experts else (None,):
             reader = LayerReader(self.checkpoint, self.layer, expert)
@@ -65,6 +73,20 @@ class Side:
             for a, b in starts:
                 x = decode_rows(self.layer, reader, a, b, backend)
                 yield x if factor is None else x * factor
+
+
+def compare_rows(
+    source: Side, target: Side, expert: int | None, a: int, b: int, backend: Backend
+) -> tuple[float, float]:
+    """(signal, noise) energies of rows [a, b) of both sides, as `compare_layer` compares them."""
+    fold = _fold(source.layer, target.layer)
+    x = source.values(expert, a, b, backend, fold)
+    return backend.error(x, target.values(expert, a, b, backend, fold))
+
+
+def _fold(source: Layer, target: Layer) -> bool:
+    """Stored weights are compared when both sides carry a pre_quant_scale or neither does."""
+    return ("pre_quant_scale" in source.tensors) != ("pre_quant_scale" in target.tensors)
 
 
 def compare_layer(
@@ -76,13 +98,11 @@ def compare_layer(
     """
     layer = source.layer
     n, k = min(source.layer.n, target.layer.n), layer.k
-    fold = ("pre_quant_scale" in layer.tensors) != ("pre_quant_scale" in target.layer.tensors)
+    fold = _fold(layer, target.layer)
     spans = _spans(n, k, max_rows)
     activations = _activations(layer.prefix, k, probes) if probes and layer.ndim == 2 and k else None
     signal = noise = out_signal = out_noise = 0.0
-    for x, y in zip(
-        source.chunks(spans, backend, fold), target.chunks(spans, backend, fold), strict=True
-    ):
+    for x, y in zip(source.chunks(spans, backend, fold), target.chunks(spans, backend, fold), strict=True):
         s, e = backend.error(x, y)
         signal, noise = signal + s, noise + e
         if activations is not None:
@@ -176,8 +196,29 @@ def compare_files(
             mismatched.append(f"{a.prefix}: [{a.n}, {a.k}] against [{b.n}, {b.k}]")
         elif not (only_changed and not a.quantised and not b.quantised):
             matches.append(
-                compare_layer(Side(source[0], a), Side(target[0], b), backend, max_rows=max_rows, probes=probes)
+                compare_layer(
+                    Side(source[0], a), Side(target[0], b), backend, max_rows=max_rows, probes=probes
+                )
             )
         if progress:
             progress(a.nbytes)
     return Comparison(matches, missing, extra, mismatched)
+
+
+#: SQNR (dB) under which a layer of this format is taken as wrong rather than as coarse: several dB below what the
+#: format gives on any weight seen (docs/fidelity.md); noise instead of a model lies near 0 dB.
+THRESHOLDS = {
+    "nvfp4": 14.0,
+    "asym_w4a8_int8": 14.0,
+    "convrot_w4a4": 10.0,
+    "awq_w4a16": 12.0,
+    "float8_e4m3fn": 20.0,
+    "float8_e5m2": 15.0,
+    "mxfp8": 20.0,
+    "int8_tensorwise": 15.0,
+}
+
+
+def default_threshold(format_name: str) -> float:
+    """What `verify` demands of a layer when the user names no threshold; unquantised layers 40 dB."""
+    return THRESHOLDS.get(format_name, 40.0)

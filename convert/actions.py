@@ -1,0 +1,121 @@
+"""The vocabulary of a plan: what happens to each layer, and what each output tensor is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from qconvert.formats.base import Codec, Part
+from qconvert.formats.finding import Finding
+from qconvert.formats.layers import Layer
+from qconvert.formats.tensors import Spec, TensorSpec
+from qconvert.runtime.contracts.base import Contract
+from qconvert.runtime.targets import Target
+
+#: Cheapest lossless first. keep: an unquantised layer stays. copy: quantised, bytes unchanged. retag: bytes unchanged,
+#: marker or type mended. repack: bits moved, values identical. quantise: from unquantised. requantise: decoded with
+#: its own scales and encoded anew. decode: to an unquantised type. cast: from one unquantised type to another.
+Kind = Literal["keep", "copy", "retag", "repack", "quantise", "requantise", "decode", "cast"]
+LOSSLESS: frozenset[str] = frozenset({"keep", "copy", "retag", "repack"})
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOut:
+    """An output tensor whose payload is a source tensor's, byte for byte."""
+
+    name: str
+    spec: Spec
+    source: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ConstOut:
+    """An output tensor known at planning time (markers)."""
+
+    name: str
+    spec: Spec
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PartOut:
+    """An output tensor that a layer's transformation writes."""
+
+    name: str
+    part: Part
+
+
+@dataclass(frozen=True)
+class Action:
+    """What happens to one layer.
+
+    `repack` transformations move codes; all others go through float32. `fold`: pre_quant_scale is multiplied in.
+    `experts`: the transformation is repeated for each expert of a bank (decode only).
+    """
+
+    kind: Kind
+    reason: str
+    layer: Layer
+    prefix: str
+    role: str
+    codec: Codec
+    options: dict[str, Any]
+    outputs: tuple[CopyOut | ConstOut | PartOut, ...]
+    fold: bool = False
+
+    @property
+    def transforms(self) -> bool:
+        return any(isinstance(out, PartOut) for out in self.outputs)
+
+    @property
+    def method(self) -> str:
+        """What the layer is in the output, for people."""
+        marker = self.codec.marker(self.options)
+        return str(marker["format"]) if marker else str(self.options["dtype"])
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A source tensor that has no place in the output, and why."""
+
+    tensor: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is decided before payload is read. `order`: output tensors as they will lie in the file."""
+
+    target: Target
+    contracts: tuple[Contract, ...]
+    config: str
+    actions: tuple[Action, ...]
+    loose: tuple[CopyOut, ...]
+    drops: tuple[Drop, ...]
+    findings: tuple[Finding, ...]
+    metadata: dict[str, str]
+    notes: tuple[str, ...] = ()
+    strip: str = ""
+    quality: Literal["fast", "best"] = "best"
+    dtype: str = "BF16"
+    families: tuple[str, ...] = field(default=())
+
+    @property
+    def guesses(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == "guess"]
+
+    def outputs(self) -> list[CopyOut | ConstOut | PartOut]:
+        """Every output tensor, in the order of the source's payload; tensors of one layer together."""
+
+        def place(tensor: TensorSpec) -> tuple[int, int]:
+            return tensor.file, tensor.start
+
+        items: list[tuple[tuple[int, int], list[CopyOut | ConstOut | PartOut]]] = [
+            (place(out.source), [out]) for out in self.loose
+        ]
+        items += [(place(action.layer.first), list(action.outputs)) for action in self.actions]
+        return [out for _, outs in sorted(items, key=lambda item: item[0]) for out in outs]
+
+
+def out_spec(out: CopyOut | ConstOut | PartOut) -> Spec:
+    return out.part.spec if isinstance(out, PartOut) else out.spec

@@ -1,0 +1,169 @@
+"""The command line. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from qconvert.formats.errors import QConvertError, UsageError
+
+import qconvert
+
+
+class DefaultGroup(click.Group):
+    """`qconvert FILE ...` is `qconvert convert FILE ...`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h", "--version"):
+            args = ["convert", *args]
+        return super().parse_args(ctx, args)
+
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(cls=DefaultGroup, context_settings=CONTEXT)
+@click.version_option(qconvert.__version__, prog_name="qconvert")
+def cli() -> None:
+    """Convert quantised checkpoints into the file that a serving runtime loads, and prove it.
+
+    The main job: qconvert IN.safetensors --to comfy_nvfp4
+    """
+
+
+@cli.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--to", "target", required=True, metavar="TARGET", help="What to make; see `qconvert targets`.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="DST", help="File or folder to write."
+)
+@click.option("--runtime", metavar="NAME", help="Contract to meet first, e.g. sglang-0132848.")
+@click.option("--keep", multiple=True, metavar="REGEX", help="Layers to leave unquantised (repeatable).")
+@click.option(
+    "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", help="Type of decoded layers."
+)
+@click.option(
+    "--embedding", type=click.Choice(["keep", "int8"]), default="keep", help="Unquantised embeddings."
+)
+@click.option(
+    "--quality", type=click.Choice(["fast", "best"]), default="best", help="How hard to search scales."
+)
+@click.option(
+    "--native-fp4", is_flag=True, help="nvfp4 without the full-precision key (capability 10.0 and up)."
+)
+@click.option("--full-precision", is_flag=True, help="fp8, mxfp8: ask for full-precision matmul.")
+@click.option(
+    "--component", type=click.Choice(["diffusion", "text_encoder", "vae"]), help="Part of an all-in-one file."
+)
+@click.option("--keep-prefix", is_flag=True, help="Keep a model.diffusion_model. prefix for sglang targets.")
+@click.option("--rename", multiple=True, metavar="REGEX=NEW", help="Rename tensors (repeatable).")
+@click.option(
+    "--assume", multiple=True, metavar="REGEX=FORMAT[,KEY=VALUE]", help="What layers are, over all findings."
+)
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Threads (default: all cores).")
+@click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
+@click.option("--strict", is_flag=True, help="Refuse anything that had to be guessed.")
+@click.option("--force", is_flag=True, help="Overwrite an existing output.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+def convert(
+    source: Path, target: str, output: Path | None, as_json: bool, dry_run: bool, **options: Any
+) -> None:
+    """Convert SOURCE (a .safetensors file, or a folder with shards and index)."""
+    from qconvert.convert.command import run_convert
+
+    run_convert(source, target, output, as_json, dry_run, options)
+
+
+@cli.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True)
+def inspect(file: Path, as_json: bool) -> None:
+    """What FILE holds: formats, markers, findings, and which runtimes take it as it is."""
+    from qconvert.convert.inspection import run_inspect
+
+    run_inspect(file, as_json)
+
+
+@cli.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--runtime", metavar="NAME", help="Contract to check against (default: the newest sglang).")
+@click.option("--tp", type=click.IntRange(1), default=1, metavar="N", help="Tensor-parallel ranks.")
+@click.option("--json", "as_json", is_flag=True)
+def check(file: Path, runtime: str | None, tp: int, as_json: bool) -> None:
+    """What a runtime would do with each layer of FILE; exit code 1 if it would refuse or misread it."""
+    from qconvert.convert.inspection import run_check
+
+    run_check(file, runtime, tp, as_json)
+
+
+@cli.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--min-sqnr", type=float, metavar="DB", help="Threshold for every layer (default: by format).")
+@click.option("--sample", type=click.IntRange(1), metavar="ROWS", help="Only this many rows of each layer.")
+@click.option("--rename", multiple=True, metavar="REGEX=NEW", help="The renames the conversion was given.")
+@click.option("--json", "as_json", is_flag=True)
+def verify(
+    source: Path,
+    target: Path,
+    min_sqnr: float | None,
+    sample: int | None,
+    rename: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Decode SOURCE and TARGET and compare weights and outputs; exit code 1 under the threshold."""
+    from qconvert.convert.command import run_verify
+
+    run_verify(source, target, min_sqnr, sample, rename, as_json)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True)
+def targets(as_json: bool) -> None:
+    """What --to accepts."""
+    from qconvert.runtime.targets import TARGETS
+
+    if as_json:
+        rows = [
+            {"name": t.name, "aliases": list(t.aliases), "runtime": t.runtime, "summary": t.summary}
+            for t in TARGETS
+        ]
+        click.echo(json.dumps(rows))
+        return
+    for t in TARGETS:
+        alias = f" (also {', '.join(t.aliases)})" if t.aliases else ""
+        click.echo(f"{t.name:26} {t.runtime:8} {t.summary}{alias}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: one clear line for every failure, exit code 2 for usage and 1 for a refused or failed job."""
+    try:
+        code = cli.main(argv, standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        click.echo(f"qconvert: {error.format_message()}", err=True)
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("qconvert: interrupted", err=True)
+        sys.exit(130)
+    except QConvertError as error:
+        click.echo(f"qconvert: {error.line()}", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+def parse_pairs(items: tuple[str, ...], option: str) -> tuple[tuple[str, str], ...]:
+    """REGEX=VALUE pairs, split at the last '='. Raises UsageError."""
+    pairs = []
+    for item in items:
+        left, found, right = item.rpartition("=")
+        if not found or not left:
+            raise UsageError(f"{option} {item!r}", expected="REGEX=VALUE")
+        pairs.append((left, right))
+    return tuple(pairs)

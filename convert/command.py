@@ -1,0 +1,279 @@
+"""What `convert` and `verify` do and print."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from qconvert.convert.actions import LOSSLESS, Plan
+from qconvert.convert.classes import layer_class
+from qconvert.convert.cli import parse_pairs
+from qconvert.convert.job import Outcome, Request, execute_plan, output_path, plan_job
+from qconvert.convert.plan import PlanOptions
+from qconvert.convert.report import outcome_json, plan_json
+from qconvert.convert.text import db, grouped, size, table, tally
+from qconvert.formats.checkpoint import Checkpoint, dumps, opened
+from qconvert.formats.layers import parse_assumption, take_inventory
+from qconvert.kernels.select import get_backend
+from qconvert.runtime.roles import is_embedding_name
+from qconvert.runtime.targets import Wishes
+from qconvert.runtime.verify import LayerMatch, compare_files, decibels, default_threshold
+
+DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+#: Layers listed one by one by `verify`, worst first.
+WORST = 8
+
+
+def make_request(source: Path, target: str, output: Path | None, options: dict[str, Any]) -> Request:
+    """The command line's options as a Request."""
+    return Request(
+        source=source,
+        target=target,
+        output=output,
+        runtime=options["runtime"],
+        plan=PlanOptions(
+            keep=tuple(options["keep"]),
+            dtype=DTYPES[options["dtype"]],
+            wishes=Wishes(
+                native_fp4=options["native_fp4"],
+                full_precision=options["full_precision"],
+                scalar_embedding=options["runtime"] == "sglang-0132848",
+            ),
+            quantise_embedding=options["embedding"] == "int8",
+            quality=options["quality"],
+            component=options["component"],
+            keep_prefix=options["keep_prefix"],
+            rename=parse_pairs(tuple(options["rename"]), "--rename"),
+        ),
+        assume=tuple(parse_assumption(text) for text in options["assume"]),
+        strict=options["strict"],
+        force=options["force"],
+        jobs=options["jobs"],
+    )
+
+
+def run_convert(
+    source: Path, target: str, output: Path | None, as_json: bool, dry_run: bool, options: dict[str, Any]
+) -> None:
+    """`qconvert SRC --to TARGET`."""
+    request = make_request(source, target, output, options)
+    begun = time.monotonic()
+    with opened(source) as checkpoint:
+        plan, laid = plan_job(request, checkpoint)
+        path = output_path(request, plan.target)
+        if not as_json:
+            print_plan(checkpoint, plan, laid.file_size, path)
+        if dry_run:
+            if as_json:
+                click.echo(dumps(plan_json(plan, path, laid.file_size)))
+            return
+        with progress_bar(sum(action.layer.nbytes for action in plan.actions), as_json) as advance:
+            outcome = execute_plan(request, checkpoint, plan, laid, advance, begun)
+    if as_json:
+        click.echo(dumps(outcome_json(outcome)))
+    else:
+        print_outcome(outcome)
+
+
+@contextmanager
+def progress_bar(total: int, quiet: bool) -> Iterator[Any]:
+    """Bytes of source done; nothing when not a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
+        yield bar.update
+
+
+def print_plan(checkpoint: Checkpoint, plan: Plan, out_bytes: int, path: Path) -> None:
+    """What was found and what will be done."""
+    layers = [action.layer for action in plan.actions]
+    found = tally(
+        _source_word(action.layer.marker, action.layer.codec.name, action.layer.options)
+        for action in plan.actions
+    )
+    click.echo(f"source    {checkpoint.path}  {size(checkpoint.nbytes)}, {len(layers)} layers: {found}")
+    if plan.families:
+        click.echo(f"family    {', '.join(plan.families)}")
+    else:
+        click.echo("family    unknown: generic rules (2-D weights that are not embeddings)")
+    for line in grouped(plan.findings):
+        click.echo(f"found     {line}")
+    for note in plan.notes:
+        click.echo(f"note      {note}")
+    contract = f" for {plan.contracts[0].name}" if plan.contracts else ""
+    click.echo(f"plan      {plan.target.name}{contract}, {size(checkpoint.nbytes)} -> {size(out_bytes)}")
+    groups: dict[tuple[str, str, str, str], list[int]] = {}
+    for action in plan.actions:
+        key = (action.kind, action.role, action.method, action.reason)
+        groups.setdefault(key, []).append(action.layer.nbytes)
+    for line in table(
+        [
+            (kind, str(len(sizes)), role, f"-> {method}", size(sum(sizes)), reason)
+            for (kind, role, method, reason), sizes in groups.items()
+        ],
+        "          ",
+    ):
+        click.echo(line)
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for drop in plan.drops:
+        reasons.setdefault((drop.tensor.rpartition(".")[2], drop.reason), []).append(drop.tensor)
+    for (suffix, reason), names in reasons.items():
+        click.echo(f"dropped   {len(names)} {suffix} (e.g. {names[0]}): {reason}")
+    click.echo(f"output    {path}")
+
+
+def _source_word(marker: dict[str, Any] | None, codec: str, options: dict[str, Any]) -> str:
+    return (
+        str(marker["format"])
+        if marker
+        else str(options["dtype"])
+        if codec == "plain"
+        else f"{codec} (unmarked)"
+    )
+
+
+def print_outcome(outcome: Outcome) -> None:
+    """What came out, who takes it, and how close it is."""
+    plan = outcome.plan
+    ratio = outcome.output_bytes / max(outcome.source_bytes, 1)
+    rate = outcome.source_bytes / max(outcome.seconds, 1e-9)
+    click.echo(
+        f"done      {outcome.output}  {size(outcome.source_bytes)} -> {size(outcome.output_bytes)} "
+        f"(x{ratio:.2f}) in {outcome.seconds:.1f} s, {size(rate)}/s"
+    )
+    for verdict in outcome.verdicts:
+        if verdict.accepted:
+            methods = tally(layer.method for layer in verdict.layers)
+            click.echo(
+                f"accepted  {verdict.runtime}: {verdict.config} ({methods})"
+                if verdict.config
+                else f"accepted  {verdict.runtime}: unquantised"
+            )
+        else:
+            why = next(v for v in verdict.all_violations() if v.severity in ("refuse", "trap"))
+            click.echo(f"refused   {verdict.runtime}: {why.line()}")
+    for cls, count, sqnr in class_errors(outcome):
+        click.echo(f"closeness {cls}: {count} layers, SQNR {db(sqnr)}")
+    if all(action.kind in ("keep", "copy") for action in plan.actions):
+        click.echo("          the source was already right: copied as it is")
+    click.echo("proof     the written file was read back: markers, shapes and values as planned")
+
+
+def class_errors(outcome: Outcome) -> list[tuple[str, int, float]]:
+    """(class, layers, SQNR in dB) over the quantised or changed layers."""
+    sums: dict[str, list[float]] = {}
+    for action in outcome.plan.actions:
+        if action.kind == "keep":
+            continue
+        entry = sums.setdefault(layer_class(action.prefix, action.role), [0, 0.0, 0.0])
+        entry[0] += 1
+        result = outcome.results.get(action.layer.prefix)
+        if result is not None and action.kind not in LOSSLESS:
+            entry[1] += result.signal
+            entry[2] += result.noise
+    return [(cls, int(n), decibels(signal, noise)) for cls, (n, signal, noise) in sorted(sums.items())]
+
+
+def run_verify(
+    source: Path,
+    target: Path,
+    min_sqnr: float | None,
+    sample: int | None,
+    rename: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """`qconvert verify SRC DST`."""
+    import re
+
+    rules = [(re.compile(a), b) for a, b in parse_pairs(rename, "--rename")]
+
+    def renamed(name: str) -> str:
+        for pattern, replacement in rules:
+            name = pattern.sub(replacement, f"{name}.weight").removesuffix(".weight")
+        return name
+
+    with opened(source) as a, opened(target) as b:
+        left, right = take_inventory(a), take_inventory(b)
+        with progress_bar(sum(layer.nbytes for layer in left.layers.values()), as_json) as advance:
+            found = compare_files(
+                (a, left),
+                (b, right),
+                get_backend(),
+                rename=renamed if rules else None,
+                max_rows=sample,
+                progress=advance,
+            )
+    bad = [
+        m
+        for m in found.matches
+        if m.sqnr < (min_sqnr if min_sqnr is not None else default_threshold(m.format))
+    ]
+    problems = [f"{name} is missing in {target}" for name in found.missing] + found.mismatched
+    problems += [f"{m.layer}: {db(m.sqnr)} is too far from the source" for m in bad]
+    if not found.matches:
+        problems.append("the two files have no layer in common")
+    if as_json:
+        click.echo(
+            dumps(
+                {
+                    "ok": not problems,
+                    "sqnr_db": _number(found.total()),
+                    "problems": problems,
+                    "layers": [_match_json(m) for m in found.matches],
+                }
+            )
+        )
+    else:
+        _print_matches(found.matches)
+        for name in found.extra:
+            click.echo(f"note      {name} is only in {target}")
+        for problem in problems:
+            click.echo(f"wrong     {problem}")
+        click.echo(
+            f"verdict   {'wrong' if problems else 'right'}: {len(found.matches)} layers, SQNR {db(found.total())}"
+        )
+    if problems:
+        sys.exit(1)
+
+
+def _print_matches(matches: list[LayerMatch]) -> None:
+    sums: dict[tuple[str, str], list[float]] = {}
+    for m in matches:
+        role = "embedding" if is_embedding_name(m.layer) else "linear"
+        entry = sums.setdefault((layer_class(m.layer, role), m.format), [0, 0.0, 0.0, 0.0, 0.0])
+        for i, value in enumerate((1, m.signal, m.noise, m.out_signal, m.out_noise)):
+            entry[i] += value
+    rows = [("class", "format", "layers", "weights", "outputs")]
+    for (cls, name), (count, s, n, os, on) in sorted(sums.items()):
+        rows.append((cls, name, str(int(count)), db(decibels(s, n)), db(decibels(os, on)) if os else "-"))
+    for line in table(rows, ""):
+        click.echo(line)
+    worst = sorted((m for m in matches if m.noise), key=lambda m: m.sqnr)[:WORST]
+    for m in worst:
+        out = f", outputs {db(m.out_sqnr)}" if m.out_signal else ""
+        click.echo(f"worst     {m.layer}: {m.source_format} -> {m.format}, weights {db(m.sqnr)}{out}")
+
+
+def _match_json(m: LayerMatch) -> dict[str, Any]:
+    return {
+        "layer": m.layer,
+        "from": m.source_format,
+        "to": m.format,
+        "rows": m.rows,
+        "sqnr_db": _number(m.sqnr),
+        "output_sqnr_db": _number(m.out_sqnr) if m.out_signal else None,
+    }
+
+
+def _number(value: float) -> float | str:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else "exact" if value > 0 else "none"

@@ -1,0 +1,362 @@
+"""Doing what a plan says: payload is read once (twice where a whole-tensor statistic is needed), written once.
+
+Work is cut into pieces of about a megaelement by rows; pieces run on a pool of threads (the kernels release the
+GIL). Every piece reads its own rows, computes, and writes at its own offsets, so results do not depend on the
+split. A layer whose format needs a statistic of the whole tensor queues its encoding pieces when its last
+statistics piece is done.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import lcm
+from typing import Any
+
+import numpy as np
+from qconvert.convert.actions import Action, ConstOut, CopyOut, PartOut, Plan, out_spec
+from qconvert.convert.output import OutputFile
+from qconvert.formats.base import F32, Array, Codes
+from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.errors import QConvertError
+from qconvert.formats.header import Layout
+from qconvert.formats.reader import LayerReader
+from qconvert.formats.values import change_basis, input_factor
+from qconvert.kernels.api import Backend
+
+#: Elements of a piece: large enough to hide Python's overhead, small enough for the cache.
+PIECE_ELEMENTS = 1 << 20
+COPY_BYTES = 16 << 20
+#: Elements that a table is fitted on at most (FORMATS, w4a8: 2^22 / K rows).
+SAMPLE_ELEMENTS = 1 << 22
+SAMPLE_ROWS = 16
+
+Progress = Callable[[int], None]
+
+
+#: Rows at the start of a layer's first and last piece that are read back from the finished file.
+PROBE_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Rows [a, b) of a layer (of one expert) and their energies as computed, to be met by the file as written."""
+
+    expert: int | None
+    a: int
+    b: int
+    signal: float
+    noise: float
+
+
+@dataclass
+class Result:
+    """What a transformation did to a layer: energies in float64, summed in the order of the pieces."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    probes: list[Probe] = field(default_factory=list)
+
+
+@dataclass
+class _Task:
+    """A layer's transformation in progress. One per expert of a bank."""
+
+    action: Action
+    reader: LayerReader
+    rows: int
+    expert: int | None
+    parts: list[PartOut]
+    factor: F32 | None
+    pending: int = 0
+    statistics: dict[int, Any] = field(default_factory=dict)
+    common: Codes = field(default_factory=dict)
+    energies: dict[int, tuple[float, float]] = field(default_factory=dict)
+    probes: list[Probe] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Executor:
+    """Runs one plan into one output file."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        laid: Layout,
+        out: OutputFile,
+        backend: Backend,
+        jobs: int,
+        progress: Progress,
+    ) -> None:
+        self.checkpoint, self.plan, self.laid, self.out = checkpoint, plan, laid, out
+        self.backend, self.jobs, self.progress = backend, max(1, jobs), progress
+        self._queue: deque[Callable[[], None]] = deque()
+        self._ready = threading.Condition()
+        self._running = 0
+        self._error: BaseException | None = None
+        self._tasks: list[_Task] = []
+        self._elements = PIECE_ELEMENTS
+
+    def run(self) -> dict[str, Result]:
+        """Write everything; returns energies per transformed layer. Raises the first error of any piece."""
+        self.out.write(self.laid.prefix, 0)
+        self._queue_copies()
+        for action in self.plan.actions:
+            if action.transforms:
+                self._queue_action(action)
+        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self.jobs - 1)]
+        for thread in threads:
+            thread.start()
+        try:
+            self._work()
+        except BaseException as error:
+            self._stop(error)
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._results()
+
+    # ---- the pool
+
+    def _work(self) -> None:
+        while True:
+            with self._ready:
+                while not self._queue and self._running and self._error is None:
+                    self._ready.wait()
+                if self._error is not None or not self._queue:
+                    return
+                job = self._queue.popleft()
+                self._running += 1
+            try:
+                job()
+            except BaseException as error:
+                self._stop(error)
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                with self._ready:
+                    self._running -= 1
+                    self._ready.notify_all()
+
+    def _stop(self, error: BaseException) -> None:
+        with self._ready:
+            if self._error is None:
+                self._error = error
+            self._ready.notify_all()
+
+    def _push_front(self, jobs: list[Callable[[], None]]) -> None:
+        # Encoding pieces go first: their rows may still be in the page cache from the statistics pass.
+        with self._ready:
+            self._queue.extendleft(reversed(jobs))
+            self._ready.notify_all()
+
+    # ---- plain bytes
+
+    def _queue_copies(self) -> None:
+        runs: list[list[int]] = []
+        for out in self.plan.outputs():
+            offset = self.laid.offsets[out.name]
+            if isinstance(out, ConstOut):
+                self.out.write(out.data, offset)
+            elif isinstance(out, CopyOut):
+                tensor = out.source
+                last = runs[-1] if runs else None
+                # Neighbours in both files are one run: a re-tag becomes a few long copies.
+                if (
+                    last
+                    and last[0] == tensor.file
+                    and last[1] + last[3] == tensor.start
+                    and last[2] + last[3] == offset
+                ):
+                    last[3] += tensor.nbytes
+                else:
+                    runs.append([tensor.file, tensor.start, offset, tensor.nbytes])
+        for file, start, offset, size in runs:
+            for begin in range(0, size, COPY_BYTES):
+                count = min(COPY_BYTES, size - begin)
+                self._queue.append(self._copy_job(file, start + begin, offset + begin, count))
+
+    def _copy_job(self, file: int, start: int, offset: int, size: int) -> Callable[[], None]:
+        def job() -> None:
+            if not _copy_in_kernel(self.checkpoint.fd(file), self.out.fd, start, offset, size):
+                self.out.write(memoryview(self.checkpoint.pread(file, start, size)), offset)
+            self.progress(size)
+
+        return job
+
+    # ---- transformations
+
+    def _queue_action(self, action: Action) -> None:
+        layer = action.layer
+        for expert in range(layer.experts) if layer.experts else (None,):
+            reader = LayerReader(self.checkpoint, layer, expert)
+            factor = input_factor(layer, reader, self.backend) if action.fold else None
+            parts = [out for out in action.outputs if isinstance(out, PartOut)]
+            task = _Task(action, reader, self._piece_rows(action), expert, parts, factor)
+            self._tasks.append(task)
+            statistic = action.codec.statistic(action.options) if action.kind != "repack" else "none"
+            if statistic == "amax":
+                starts = range(0, layer.n, task.rows)
+                task.pending = len(starts)
+                self._queue.extend(self._amax_job(task, a) for a in starts)
+            elif statistic == "sample":
+                self._queue.append(self._sample_job(task))
+            else:
+                self._queue.extend(self._encode_jobs(task))
+
+    def _piece_rows(self, action: Action) -> int:
+        layer = action.layer
+        step = lcm(layer.codec.row_step(layer.options), action.codec.row_step(action.options))
+        return max(step, self._elements // max(layer.k, 1) // step * step)
+
+    def _values(self, task: _Task, a: int, b: int) -> F32:
+        """Source rows [a, b) in the basis that the output is stored in, finite."""
+        action, layer = task.action, task.action.layer
+        codes = layer.codec.load(task.reader, a, b, self.backend)
+        x = layer.codec.decode(codes, layer.options, self.backend)
+        source, target = layer.codec.rotation(layer.options), action.codec.rotation(action.options)
+        if task.factor is not None:
+            x = change_basis(x, source, 0, self.backend) * task.factor
+            source = 0
+        return change_basis(x, source, target, self.backend)
+
+    def _finite_amax(self, task: _Task, x: F32, a: int) -> float:
+        peak = self.backend.amax(x)
+        if not np.isfinite(peak):
+            bad = np.argwhere(~np.isfinite(x))
+            where = f"row {a + int(bad[0][0])}" if bad.size else f"rows from {a}"
+            raise QConvertError(
+                "weight holds NaN or Inf",
+                file=str(self.checkpoint.files[task.action.layer.first.file]),
+                layer=task.action.layer.prefix,
+                found=f"{len(bad)} such values at {where}",
+                hint=f"--keep '{task.action.layer.prefix}' leaves the layer as it is",
+            )
+        return peak
+
+    def _amax_job(self, task: _Task, a: int) -> Callable[[], None]:
+        def job() -> None:
+            x = self._values(task, a, min(a + task.rows, task.action.layer.n))
+            peak = self._finite_amax(task, x, a)
+            with task.lock:
+                task.statistics[a] = peak
+                task.pending -= 1
+                last = task.pending == 0
+            if last:
+                self._prepare(task, max(task.statistics.values()))
+
+        return job
+
+    def _sample_job(self, task: _Task) -> Callable[[], None]:
+        def job() -> None:
+            layer = task.action.layer
+            step = lcm(SAMPLE_ROWS, layer.codec.row_step(layer.options))
+            blocks = -(-layer.n // step)
+            count = max(1, min(blocks, SAMPLE_ELEMENTS // max(layer.k, 1) // step))
+            picked = [block * blocks // count for block in range(count)]
+            rows = [self._values(task, i * step, min((i + 1) * step, layer.n)) for i in picked]
+            sample = np.concatenate(rows)
+            self._finite_amax(task, sample, 0)
+            self._prepare(task, sample)
+
+        return job
+
+    def _prepare(self, task: _Task, statistic: Any) -> None:
+        action = task.action
+        task.common = action.codec.prepare(statistic, action.options, self.backend, self.plan.quality)
+        self._push_front(self._encode_jobs(task))
+
+    def _encode_jobs(self, task: _Task) -> list[Callable[[], None]]:
+        return [self._encode_job(task, a) for a in range(0, task.action.layer.n, task.rows)]
+
+    def _encode_job(self, task: _Task, a: int) -> Callable[[], None]:
+        def job() -> None:
+            action, layer = task.action, task.action.layer
+            b = min(a + task.rows, layer.n)
+            if action.kind == "repack":
+                codes = layer.codec.load(task.reader, a, b, self.backend)
+            else:
+                x = self._values(task, a, b)
+                if not task.statistics:
+                    self._finite_amax(task, x, a)
+                codes = action.codec.encode(x, task.common, action.options, self.backend, self.plan.quality)
+                y = action.codec.decode(codes, action.options, self.backend)
+                energy = self.backend.error(x, y)
+                if not np.isfinite(energy[1]):
+                    raise QConvertError(
+                        f"values do not fit {action.method}",
+                        file=str(self.checkpoint.files[layer.first.file]),
+                        layer=layer.prefix,
+                        found=f"magnitude {self.backend.amax(x):.4g}",
+                        hint="choose a wider --dtype or target",
+                    )
+                with task.lock:
+                    task.energies[a] = energy
+                if a == 0 or b == layer.n:
+                    self._probe(task, a, x[:PROBE_ROWS], y[:PROBE_ROWS])
+            self._store(task, action.codec.store(codes, action.options, layer.k), a, b)
+            self.progress(layer.nbytes * (b - a) // max(layer.n * max(layer.experts, 1), 1))
+
+        return job
+
+    def _probe(self, task: _Task, a: int, x: F32, y: F32) -> None:
+        signal, noise = self.backend.error(x, y)
+        with task.lock:
+            task.probes.append(Probe(task.expert, a, a + len(x), signal, noise))
+
+    def _store(self, task: _Task, arrays: dict[str, Array], a: int, b: int) -> None:
+        layer = task.action.layer
+        for out in task.parts:
+            spec, array = out.part.spec, np.ascontiguousarray(arrays[out.part.suffix])
+            offset, n = self.laid.offsets[out.name], layer.n
+            if task.expert is not None:
+                offset += spec.nbytes // layer.experts * task.expert
+            if out.part.place == "whole":
+                if a == 0:
+                    self.out.write(array.reshape(-1).view(np.uint8).data, offset)
+            elif out.part.place == "columns":
+                size = array.itemsize
+                for c, run in enumerate(array):
+                    self.out.write(run.view(np.uint8).data, offset + (c * n + a) * size)
+            else:
+                total = spec.nbytes // (layer.experts or 1)
+                padded = -(-n // 128) * 128 if out.part.place == "tiles" else n
+                self.out.write(array.reshape(-1).view(np.uint8).data, offset + total // padded * a)
+
+    def _results(self) -> dict[str, Result]:
+        results: dict[str, Result] = {}
+        for task in self._tasks:
+            result = results.setdefault(task.action.layer.prefix, Result())
+            for a in sorted(task.energies):
+                result.signal += task.energies[a][0]
+                result.noise += task.energies[a][1]
+            result.probes += sorted(task.probes, key=lambda probe: probe.a)
+        return results
+
+
+def _copy_in_kernel(source: int, target: int, start: int, offset: int, size: int) -> bool:
+    """Let the kernel move the bytes (or share them, where the file system can); False when it cannot."""
+    if not hasattr(os, "copy_file_range"):
+        return False
+    done = 0
+    while done < size:
+        try:
+            moved = os.copy_file_range(source, target, size - done, start + done, offset + done)
+        except OSError:
+            return False
+        if moved == 0:
+            return False
+        done += moved
+    return True
+
+
+def output_header(plan: Plan) -> list[tuple[str, Any]]:
+    """(name, spec) of every output tensor, in file order."""
+    return [(out.name, out_spec(out)) for out in plan.outputs()]

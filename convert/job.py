@@ -1,0 +1,217 @@
+"""One conversion from paths to a proven file: read, plan, write, gate, load back, rename."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qconvert.convert.actions import Plan
+from qconvert.convert.execute import PROBE_ROWS, Executor, Probe, Result, output_header
+from qconvert.convert.output import OutputFile, refuse_same_file
+from qconvert.convert.plan import PlanOptions, make_plan
+from qconvert.formats.checkpoint import Checkpoint, dumps, opened
+from qconvert.formats.errors import QConvertError, UsageError
+from qconvert.formats.header import Layout, layout
+from qconvert.formats.layers import Assumption, Layer, take_inventory
+from qconvert.kernels.api import Backend
+from qconvert.kernels.select import get_backend
+from qconvert.runtime.contracts.base import Contract, Verdict
+from qconvert.runtime.contracts.registry import DEFAULT_CONTRACT, contract_names, get_contract
+from qconvert.runtime.targets import Target, get_target
+from qconvert.runtime.verify import Side, compare_rows, decibels
+
+import qconvert
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, as the command line or a batch file states it."""
+
+    source: Path
+    target: str
+    output: Path | None = None
+    runtime: str | None = None
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    assume: tuple[Assumption, ...] = ()
+    strict: bool = False
+    force: bool = False
+    jobs: int | None = None
+    backend: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out. `results`: energies per transformed layer; `verdicts`: the contracts on the written header."""
+
+    plan: Plan
+    output: Path
+    source_bytes: int
+    output_bytes: int
+    results: dict[str, Result]
+    verdicts: tuple[Verdict, ...]
+    seconds: float
+
+
+def default_output(source: Path, target: Target) -> Path:
+    """STEM.TARGET.safetensors beside the source, ':' becoming '-'."""
+    stem = source.name if source.is_dir() else source.name.removesuffix(".safetensors")
+    folder = source if source.is_dir() else source.parent
+    return folder / f"{stem}.{target.name.replace(':', '-')}.safetensors"
+
+
+def contracts_for(target: Target, runtime: str | None) -> tuple[Contract, ...]:
+    """The contracts a target must meet. Raises UsageError when the runtime does not serve the target."""
+    if target.runtime == "none":
+        if runtime is not None:
+            raise UsageError(f"--runtime has no meaning for the target {target.name}")
+        return ()
+    names = [name for name in contract_names() if name.split("-")[0] == target.runtime]
+    if runtime is None:
+        first = DEFAULT_CONTRACT if target.runtime == "sglang" else names[0]
+    elif runtime in names:
+        first = runtime
+    else:
+        raise UsageError(
+            f"runtime {runtime!r} does not serve the target {target.name}",
+            expected=f"one of {', '.join(names)}",
+        )
+    return (get_contract(first), *(get_contract(name) for name in names if name != first))
+
+
+def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
+    """Everything that is decided before payload is read. Raises on a guess under --strict."""
+    target = get_target(request.target)
+    contracts = contracts_for(target, request.runtime)
+    inventory = take_inventory(checkpoint, request.assume)
+    plan = make_plan(checkpoint, inventory, target, contracts, request.plan)
+    if request.strict and plan.guesses:
+        guess = plan.guesses[0]
+        more = f" (and {len(plan.guesses) - 1} more)" if len(plan.guesses) > 1 else ""
+        raise QConvertError(
+            f"--strict refuses a guess: {guess.message}{more}",
+            file=str(request.source),
+            layer=guess.layer,
+            found=guess.evidence or None,
+            hint="`qconvert inspect` lists all of them",
+        )
+    metadata = plan.metadata | {"qconvert": dumps(provenance(plan, request, checkpoint))}
+    return plan, layout(output_header(plan), metadata)
+
+
+def provenance(plan: Plan, request: Request, checkpoint: Checkpoint) -> dict[str, object]:
+    """What the output says of its own making. Nothing here depends on time or machine: equal runs, equal bytes."""
+    kinds: dict[str, int] = {}
+    for action in plan.actions:
+        kinds[action.kind] = kinds.get(action.kind, 0) + 1
+    return {
+        "version": qconvert.__version__,
+        "source": request.source.name,
+        "source_header_sha256": checkpoint.digest(),
+        "target": plan.target.name,
+        "contracts": [contract.name for contract in plan.contracts],
+        "quality": plan.quality,
+        "actions": kinds,
+        "guesses": [finding.line() for finding in plan.guesses],
+    }
+
+
+def run_job(
+    request: Request, checkpoint: Checkpoint, progress: Callable[[int], None] = lambda done: None
+) -> Outcome:
+    """Convert one checkpoint. Raises QConvertError and leaves nothing under the final name when anything fails."""
+    begun = time.monotonic()
+    plan, laid = plan_job(request, checkpoint)
+    return execute_plan(request, checkpoint, plan, laid, progress, begun)
+
+
+def execute_plan(
+    request: Request,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    laid: Layout,
+    progress: Callable[[int], None],
+    begun: float,
+) -> Outcome:
+    """Write, gate and read back what `plan_job` decided."""
+    path = output_path(request, plan.target)
+    refuse_same_file(checkpoint.files, path)
+    backend = get_backend(request.backend)
+    jobs = request.jobs or os.cpu_count() or 1
+    with OutputFile(path, laid.file_size, force=request.force, mode_of=checkpoint.files[0]) as out:
+        results = Executor(checkpoint, plan, laid, out, backend, jobs, progress).run()
+        checkpoint.check_unchanged()
+        with opened(out.temporary) as written:
+            verdicts = tuple(contract.check(written.view()) for contract in plan.contracts)
+            _gate(path, plan, verdicts)
+            _read_back(checkpoint, written, plan, results, path, backend)
+        out.commit()
+    return Outcome(plan, path, checkpoint.nbytes, laid.file_size, results, verdicts, time.monotonic() - begun)
+
+
+def output_path(request: Request, target: Target) -> Path:
+    """Where the output goes; a folder (existing, or named with a trailing slash) gets the default name."""
+    if request.output is None:
+        return default_output(request.source, target)
+    if request.output.is_dir() or str(request.output).endswith(("/", os.sep)):
+        return request.output / default_output(request.source, target).name
+    return request.output
+
+
+def _gate(path: Path, plan: Plan, verdicts: tuple[Verdict, ...]) -> None:
+    """The main contract must accept the written header, unless nothing in it is quantised."""
+    if not verdicts or all(action.codec.name == "plain" for action in plan.actions):
+        return
+    main = verdicts[0]
+    if not main.accepted:
+        violation = next(v for v in main.all_violations() if v.severity in ("refuse", "trap"))
+        raise QConvertError(
+            f"{main.runtime} would not take the result: {violation.line()}",
+            file=str(path),
+            hint="nothing was written; --keep 'REGEX' can leave the layer unquantised",
+        )
+
+
+def _read_back(
+    checkpoint: Checkpoint,
+    written: Checkpoint,
+    plan: Plan,
+    results: dict[str, Result],
+    path: Path,
+    backend: Backend,
+) -> None:
+    """Decode rows of every quantised layer from the written file and compare with the source's own values.
+
+    What was computed while writing must be what the file gives back, in the plain basis: same rows, same error.
+    """
+    there = take_inventory(written).layers
+    for action in plan.actions:
+        if not action.transforms and not action.layer.quantised:
+            continue
+        layer = there.get(action.prefix)
+        if layer is None or (layer.n, layer.k) != (action.layer.n, action.layer.k):
+            raise QConvertError(
+                "the written file does not hold this layer as planned", file=str(path), layer=action.prefix
+            )
+        source, target = Side(checkpoint, action.layer), Side(written, layer)
+        result = results.get(action.layer.prefix)
+        for probe in result.probes if result and result.probes else [_first_rows(action.layer)]:
+            signal, noise = compare_rows(source, target, probe.expert, probe.a, probe.b, backend)
+            # Rotating back and forth in float32 leaves about 1e-13 of the signal's energy.
+            floor = 1e-12 * signal
+            if abs(noise - probe.noise) > 0.05 * probe.noise + floor:
+                raise QConvertError(
+                    "the written layer does not read back as what was encoded",
+                    file=str(path),
+                    layer=action.prefix,
+                    found=f"{decibels(signal, noise):.1f} dB in rows {probe.a} to {probe.b}",
+                    expected=f"{decibels(signal, probe.noise):.1f} dB",
+                    hint="this is a fault of qconvert; please report it",
+                )
+
+
+def _first_rows(layer: Layer) -> Probe:
+    """The probe of a layer whose codes were copied or moved: no error at all."""
+    return Probe(0 if layer.experts else None, 0, min(PROBE_ROWS, layer.n), 0.0, 0.0)

@@ -1,0 +1,353 @@
+"""Deciding from headers alone what becomes of every layer. Pure: no payload is read, nothing is written."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from qconvert.convert.actions import Action, ConstOut, CopyOut, Drop, Kind, PartOut, Plan
+from qconvert.convert.names import Names
+from qconvert.convert.roles import RoleBook
+from qconvert.formats.base import Codec, Part
+from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.errors import UsageError
+from qconvert.formats.layers import SENTINEL, Inventory, Layer
+from qconvert.formats.marker import QUANT_METADATA_KEYS, render_tensor
+from qconvert.formats.registry import codec as get_codec
+from qconvert.formats.tensors import Spec, TensorSpec
+from qconvert.runtime.contracts.base import Contract
+from qconvert.runtime.targets import Options, Target, Wishes
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the user asked for beside the target."""
+
+    keep: tuple[str, ...] = ()
+    dtype: str = "BF16"
+    wishes: Wishes = field(default_factory=Wishes)
+    quantise_embedding: bool = False
+    quality: Literal["fast", "best"] = "best"
+    component: str | None = None
+    keep_prefix: bool = False
+    rename: tuple[tuple[str, str], ...] = ()
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    inventory: Inventory,
+    target: Target,
+    contracts: tuple[Contract, ...],
+    options: PlanOptions,
+) -> Plan:
+    """The plan for one checkpoint. `contracts`: the main one first; the others are met where that costs nothing.
+
+    Raises UsageError when a request makes no sense (a --keep that matches nothing, an all-in-one file without
+    --component), QConvertError when a name would be written twice.
+    """
+    names = Names.decide(inventory, target, options.keep_prefix, options.component, options.rename)
+    book = RoleBook(inventory, target)
+    planner = _Planner(checkpoint, inventory, target, contracts, options, names, book)
+    actions = [planner.action(layer) for layer in inventory.layers.values() if names.selected(layer.prefix)]
+    planner.check_keeps()
+    loose = []
+    for tensor in inventory.loose:
+        if names.selected(tensor.name):
+            loose.append(CopyOut(names.rename(tensor.name), tensor.spec, tensor))
+    for tensor in inventory.sentinels:
+        what = (
+            "legacy fp8 sentinel"
+            if tensor.name.endswith(SENTINEL)
+            else "marker of a layer that does not exist"
+        )
+        planner.drops.append(Drop(tensor.name, f"{what}; layers carry their own markers"))
+    metadata = {key: value for key, value in checkpoint.metadata.items() if key not in QUANT_METADATA_KEYS}
+    names.check_unique(
+        [out.name for action in actions for out in action.outputs] + [out.name for out in loose]
+    )
+    return Plan(
+        target=target,
+        contracts=contracts,
+        config=target.config,
+        actions=tuple(actions),
+        loose=tuple(loose),
+        drops=tuple(planner.drops),
+        findings=tuple(inventory.all_findings()),
+        metadata=metadata,
+        notes=tuple(names.notes + book.notes + planner.notes),
+        strip=names.strip,
+        quality=options.quality,
+        dtype=options.dtype,
+        families=book.family_ids,
+    )
+
+
+class _Planner:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        inventory: Inventory,
+        target: Target,
+        contracts: tuple[Contract, ...],
+        options: PlanOptions,
+        names: Names,
+        book: RoleBook,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.target, self.contracts, self.options = target, contracts, options
+        self.names, self.book = names, book
+        self.keeps = [(text, _regex(text, "--keep")) for text in options.keep]
+        self.kept: set[str] = set()
+        self.any_quantised = any(layer.quantised for layer in inventory.layers.values())
+        self.drops: list[Drop] = []
+        self.notes: list[str] = []
+
+    def check_keeps(self) -> None:
+        for text, _ in self.keeps:
+            if text not in self.kept:
+                raise UsageError(f"--keep {text!r} matches no layer")
+
+    def action(self, layer: Layer) -> Action:
+        role = self.book.role(layer)
+        protected = self._protected(layer)
+        if self.target.runtime == "none":
+            return self._plain_target(layer, role)
+        if protected and not layer.quantised:
+            return self._keep(layer, role, protected)
+        if not layer.quantised:
+            return self._unquantised(layer, role)
+        if protected:
+            return self._decode(layer, role, protected)
+        return self._quantised(layer, role)
+
+    def _protected(self, layer: Layer) -> str | None:
+        for text, pattern in self.keeps:
+            if pattern.search(layer.prefix):
+                self.kept.add(text)
+                return f"--keep {text}"
+        return self.book.runtime_keeps(layer)
+
+    def _plain_target(self, layer: Layer, role: str) -> Action:
+        dtype = self.target.dtype or self.options.dtype
+        if layer.quantised:
+            return self._decode(layer, role, f"target {self.target.name}", dtype)
+        if layer.ndim < 2 or layer.options["dtype"] == dtype:
+            return self._keep(layer, role, "norms and buffers stay" if layer.ndim < 2 else f"already {dtype}")
+        return self._to_plain(layer, role, "cast", f"{layer.options['dtype']} to {dtype}", dtype)
+
+    def _unquantised(self, layer: Layer, role: str) -> Action:
+        if self.any_quantised and not (role == "embedding" and self.options.quantise_embedding):
+            return self._keep(layer, role, "the source leaves it unquantised")
+        why = self.book.protected(layer)
+        if why:
+            return self._keep(layer, role, why)
+        if role == "embedding" and not self.options.quantise_embedding:
+            return self._keep(layer, role, "embeddings stay (--embedding int8 quantises them)")
+        if role not in ("linear", "embedding"):
+            return self._keep(layer, role, "not a linear layer")
+        chosen = self._choose(layer, role)
+        if isinstance(chosen, str):
+            return self._keep(layer, role, chosen)
+        return self._encode(
+            layer, role, "quantise", f"{layer.options['dtype']} to {self.target.name}", *chosen
+        )
+
+    def _quantised(self, layer: Layer, role: str) -> Action:
+        chosen = self._choose(layer, role)
+        if isinstance(chosen, str):
+            return self._decode(layer, role, chosen)
+        codec, options = chosen
+        if codec.name == layer.codec.name and codec.carries(layer.options, options):
+            return self._move(layer, role, codec, options)
+        reason = f"{_describe(layer)} becomes {codec.name}"
+        return self._encode(layer, role, "requantise", reason, codec, options)
+
+    def _choose(self, layer: Layer, role: str) -> tuple[Codec, Options] | str:
+        """Codec and options that both the format and every contract accept, or why there are none."""
+        target = self.target
+        table = role == "embedding"
+        name = target.embedding if table else target.linear
+        maker = target.embedding_options if table else target.linear_options
+        if name is None or maker is None:
+            return f"{target.name} takes no quantised embedding"
+        codec = get_codec(name)
+        if layer.experts or layer.ndim != 2:
+            if layer.codec.name == name and target.runtime == "comfyui":
+                return codec, dict(layer.options)
+            return (
+                "a bank of experts" if layer.experts else f"a {layer.ndim}-D weight; only 2-D ones are served"
+            )
+        reasons = []
+        for options in maker(layer, self.options.wishes):
+            reason = codec.refusal(layer.n, layer.k, options) or self._contract_refusal(
+                layer, role, codec, options
+            )
+            if reason is None:
+                return codec, options
+            reasons.append(reason)
+        return reasons[0] if reasons else f"K = {layer.k} is a multiple of no ConvRot group that is served"
+
+    def _contract_refusal(self, layer: Layer, role: str, codec: Codec, options: Options) -> str | None:
+        marker = codec.marker(options) or {}
+        kind: Literal["linear", "embedding"] = "embedding" if role == "embedding" else "linear"
+        main = self.contracts[0]
+        return main.layer_refusal(
+            self.target.config, kind, str(marker.get("format")), layer.n, layer.k, marker
+        )
+
+    # ---- what the chosen form means in tensors
+
+    def _keep(self, layer: Layer, role: str, reason: str) -> Action:
+        prefix = self.names.rename_layer(layer.prefix)
+        outputs: list[CopyOut | ConstOut | PartOut] = []
+        for suffix, tensor in layer.tensors.items():
+            if suffix in layer.owned or suffix == "bias":
+                outputs.append(CopyOut(f"{prefix}.{suffix}", tensor.spec, tensor))
+            elif self._stray(layer, suffix):
+                self.drops.append(Drop(tensor.name, self._stray(layer, suffix) or ""))
+            else:
+                outputs.append(CopyOut(f"{prefix}.{suffix}", tensor.spec, tensor))
+        return Action("keep", reason, layer, prefix, role, layer.codec, layer.options, tuple(outputs))
+
+    @staticmethod
+    def _stray(layer: Layer, suffix: str) -> str | None:
+        """Why a tensor beside an unquantised weight goes; None when it is the model's own."""
+        if suffix == "comfy_quant":
+            return "marker on an unquantised weight"
+        if suffix in ("input_scale", "scale_input", "scale_weight", "pre_quant_scale"):
+            return "belongs to a quantised weight; this one is not"
+        if suffix.startswith("weight_"):
+            return "scale of another recipe; the weight is not quantised"
+        return None
+
+    def _decode(self, layer: Layer, role: str, reason: str, dtype: str | None = None) -> Action:
+        return self._to_plain(layer, role, "decode", reason, dtype or self.options.dtype)
+
+    def _to_plain(self, layer: Layer, role: str, kind: Kind, reason: str, dtype: str) -> Action:
+        shape = (
+            tuple(layer.options.get("shape", ())) if layer.codec.name in ("float8", "int8", "plain") else ()
+        )
+        if not shape:
+            shape = (layer.experts, layer.n, layer.k) if layer.experts else (layer.n, layer.k)
+        options: Options = {"dtype": dtype, "shape": shape}
+        return self._encode(layer, role, kind, reason, get_codec("plain"), options)
+
+    def _move(self, layer: Layer, role: str, codec: Codec, options: Options) -> Action:
+        """Same codes: the bytes as they are where the layout agrees, otherwise bits moved."""
+        parts = codec.parts(layer.n, layer.k, {**options, **_shape_of(layer, options)})
+        sources = {part.suffix: _source_suffix(layer, part) for part in parts}
+        same_layout = codec.layout(layer.options) == codec.layout(options)
+        sized = all(
+            sources[part.suffix] in layer.tensors
+            and layer.tensors[sources[part.suffix]].nbytes == part.spec.nbytes
+            for part in parts
+        )
+        if not (same_layout and sized):
+            return self._encode(layer, role, "repack", f"{_describe(layer)} laid out anew", codec, options)
+        prefix = self.names.rename_layer(layer.prefix)
+        outputs: list[CopyOut | ConstOut | PartOut] = []
+        exact = True
+        for part in parts:
+            tensor = layer.tensors[sources[part.suffix]]
+            exact = exact and part.spec == tensor.spec and sources[part.suffix] == part.suffix
+            outputs.append(CopyOut(f"{prefix}.{part.suffix}", part.spec, tensor))
+        marker = codec.marker(options)
+        exact = exact and marker == layer.marker and "comfy_quant" in layer.tensors
+        kind: Kind = "copy" if exact else "retag"
+        reason = f"already {_describe(layer)}" if exact else f"{_describe(layer)}: marker or types mended"
+        outputs += self._marker_out(prefix, marker) + self._companions(layer, prefix, codec, options)
+        return Action(kind, reason, layer, prefix, role, codec, options, tuple(outputs))
+
+    def _encode(
+        self, layer: Layer, role: str, kind: Kind, reason: str, codec: Codec, options: Options
+    ) -> Action:
+        prefix = self.names.rename_layer(layer.prefix)
+        carried = "pre_quant_scale" in self.target.companions and codec.name == self.target.linear
+        fold = "pre_quant_scale" in layer.tensors and not (carried and role == "linear")
+        parts = codec.parts(layer.n, layer.k, options)
+        outputs: list[CopyOut | ConstOut | PartOut] = [
+            PartOut(f"{prefix}.{part.suffix}", part) for part in parts
+        ]
+        outputs += self._marker_out(prefix, codec.marker(options))
+        outputs += self._companions(layer, prefix, codec, options, fold)
+        return Action(kind, reason, layer, prefix, role, codec, options, tuple(outputs), fold)
+
+    @staticmethod
+    def _marker_out(prefix: str, marker: dict[str, Any] | None) -> list[ConstOut | CopyOut | PartOut]:
+        if marker is None:
+            return []
+        data = render_tensor(marker)
+        return [ConstOut(f"{prefix}.comfy_quant", Spec("U8", (len(data),)), data)]
+
+    def _companions(
+        self, layer: Layer, prefix: str, codec: Codec, options: Options, fold: bool = False
+    ) -> list[CopyOut | ConstOut | PartOut]:
+        """Bias and what else belongs beside the weight; everything refused is listed with its reason."""
+        outputs: list[CopyOut | ConstOut | PartOut] = []
+        for suffix, tensor in layer.tensors.items():
+            if suffix in layer.owned:
+                continue
+            reason = self._companion_refusal(layer, suffix, codec, options, fold)
+            if reason is None:
+                name = "input_scale" if suffix == "scale_input" else suffix
+                outputs.append(CopyOut(f"{prefix}.{name}", tensor.spec, tensor))
+            elif suffix != "comfy_quant" or layer.marker is None:
+                self.drops.append(Drop(tensor.name, reason))
+        return outputs
+
+    def _is_one(self, tensor: TensorSpec) -> bool:
+        """Legacy files write 1.0 for "no activation scale"; the one payload value that planning looks at."""
+        if tensor.dtype != "F32" or tensor.nbytes != 4:
+            return False
+        return bool(self.checkpoint.read(tensor.name).reshape(-1)[0] == 1.0)
+
+    def _companion_refusal(
+        self, layer: Layer, suffix: str, codec: Codec, options: Options, fold: bool
+    ) -> str | None:
+        if suffix == "bias":
+            return None
+        if suffix == "comfy_quant":
+            return "placeholder or unreadable marker; a fresh one is written where the layer is quantised"
+        if suffix == "pre_quant_scale":
+            return "multiplied into the weight" if fold else None
+        if suffix in ("input_scale", "scale_input"):
+            if codec.name == "plain":
+                return "the layer is no longer quantised"
+            if "input_scale" not in self.target.companions:
+                return f"{self.target.name} has no such parameter"
+            if codec.name != layer.codec.name:
+                return f"made for {layer.codec.name} activations"
+            if options.get("full_precision"):
+                return "the layer asks for full-precision matmul"
+            if suffix == "scale_input" and self._is_one(layer.tensors[suffix]):
+                return "equal to 1.0: no static activation scale"
+            return None
+        if codec.name == "plain" and not suffix.startswith("weight_") and suffix not in ("scale_weight",):
+            return None
+        return f"no part of {codec.name}: left over from another recipe"
+
+
+def _regex(text: str, option: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UsageError(f"{option} {text!r} is not a regular expression: {error}") from None
+
+
+def _describe(layer: Layer) -> str:
+    marker = layer.marker
+    return str(marker["format"]) if marker else layer.codec.name
+
+
+def _shape_of(layer: Layer, options: Options) -> Options:
+    """Convolutions and banks keep their own weight shape when their codes move."""
+    return {"shape": layer.options["shape"]} if layer.ndim > 2 and "shape" in layer.options else {}
+
+
+def _source_suffix(layer: Layer, part: Part) -> str:
+    """The source tensor that holds a part: under its own name, or under the name the source gives its scale."""
+    if part.suffix in layer.owned:
+        return part.suffix
+    source = layer.options.get("source")
+    return source if isinstance(source, str) and part.suffix.startswith("weight_s") else part.suffix

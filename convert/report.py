@@ -1,0 +1,81 @@
+"""A plan and an outcome as JSON objects."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from qconvert.convert.actions import LOSSLESS, Plan
+from qconvert.convert.job import Outcome
+from qconvert.runtime.contracts.base import Verdict
+from qconvert.runtime.verify import decibels
+
+
+def plan_json(plan: Plan, path: Path, out_bytes: int) -> dict[str, Any]:
+    """Everything that was decided."""
+    return {
+        "target": plan.target.name,
+        "contracts": [contract.name for contract in plan.contracts],
+        "families": list(plan.families),
+        "output": str(path),
+        "output_bytes": out_bytes,
+        "layers": [
+            {
+                "layer": action.prefix,
+                "action": action.kind,
+                "role": action.role,
+                "format": action.method,
+                "reason": action.reason,
+            }
+            for action in plan.actions
+        ],
+        "dropped": [{"tensor": drop.tensor, "reason": drop.reason} for drop in plan.drops],
+        "findings": [
+            {"level": f.level, "layer": f.layer, "message": f.message, "evidence": f.evidence}
+            for f in plan.findings
+        ],
+        "notes": list(plan.notes),
+    }
+
+
+def outcome_json(outcome: Outcome) -> dict[str, Any]:
+    """The plan, and what came of it."""
+    document = plan_json(outcome.plan, outcome.output, outcome.output_bytes)
+    for entry, action in zip(document["layers"], outcome.plan.actions, strict=True):
+        result = outcome.results.get(action.layer.prefix)
+        if action.kind in LOSSLESS or result is None:
+            entry["sqnr_db"] = "exact"
+        else:
+            value = decibels(result.signal, result.noise)
+            entry["sqnr_db"] = value if math.isfinite(value) else "exact"
+    return document | {
+        "source_bytes": outcome.source_bytes,
+        "seconds": round(outcome.seconds, 3),
+        "verdicts": [verdict_json(verdict) for verdict in outcome.verdicts],
+    }
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    """A contract's answer."""
+    return {
+        "runtime": verdict.runtime,
+        "config": verdict.config,
+        "accepted": verdict.accepted,
+        "layers": [
+            {"layer": layer.layer, "kind": layer.kind, "format": layer.format, "method": layer.method}
+            for layer in verdict.layers
+        ],
+        "violations": [
+            {
+                "severity": v.severity,
+                "rule": v.rule,
+                "layer": v.layer,
+                "message": v.message,
+                "found": v.found,
+                "expected": v.expected,
+                "remedy": v.remedy,
+            }
+            for v in verdict.all_violations()
+        ],
+    }

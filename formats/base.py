@@ -1,0 +1,187 @@
+"""What a format is: a stateless codec between float32 rows and stored tensors.
+
+Between storage and values lies a third form, the *codes*: the numbers a format really holds (nibbles in one fixed
+order, block scales unswizzled, ...), free of how a dialect lays them out. `load` and `store` move between storage
+and codes and never change a value; `decode` and `encode` move between codes and float32. Two dialects that share
+codes (`family`) therefore convert without requantising.
+
+All arrays are numpy; bf16 travels as uint16, 8-bit floats as uint8. `a` and `b` bound a run of rows [a, b).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from qconvert.formats.finding import Finding
+from qconvert.formats.tensors import Spec
+from qconvert.kernels.api import Backend, Quality
+
+Array = NDArray[Any]
+F32 = NDArray[np.float32]
+Options = Mapping[str, Any]
+Codes = dict[str, Array]
+
+#: rows: the chunk's rows are contiguous. tiles: swizzled, contiguous per 128 rows. columns: [C, N], a chunk is a run
+#: of columns. whole: written once.
+Place = Literal["rows", "tiles", "columns", "whole"]
+#: What must be known of the whole tensor before a chunk can be encoded.
+Statistic = Literal["none", "amax", "sample"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor that a codec owns in its output: `<layer>.<suffix>`."""
+
+    suffix: str
+    spec: Spec
+    place: Place = "rows"
+
+
+class Stored(Protocol):
+    """One layer as it lies in a file."""
+
+    n: int
+    k: int
+    options: Options
+
+    def has(self, suffix: str) -> bool: ...
+
+    def dtype(self, suffix: str) -> str: ...
+
+    def shape(self, suffix: str) -> tuple[int, ...]: ...
+
+    def rows(self, suffix: str, a: int, b: int) -> Array:
+        """Rows [a, b) along the first axis, raw bits."""
+        ...
+
+    def columns(self, suffix: str, a: int, b: int) -> Array:
+        """Columns [a, b) of a 2-D tensor."""
+        ...
+
+    def whole(self, suffix: str) -> Array:
+        """The whole (small) tensor; read once, kept."""
+        ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """The tensors under one layer prefix, as recognition sees them."""
+
+    prefix: str
+    tensors: Mapping[str, Spec]
+    #: `scaled_fp8` sentinel in the file.
+    legacy_fp8: bool = False
+    legacy_full_precision: bool = False
+
+    def has(self, *suffixes: str) -> bool:
+        return all(suffix in self.tensors for suffix in suffixes)
+
+
+@dataclass(frozen=True)
+class Recognition:
+    """A codec's claim on a layer: logical shape [n, k], options, the suffixes it consumes, and how it knows."""
+
+    codec: str
+    n: int
+    k: int
+    options: dict[str, Any]
+    owned: frozenset[str]
+    findings: tuple[Finding, ...] = ()
+    #: Leading axis of a bank of experts; 0 for an ordinary layer.
+    experts: int = 0
+
+
+class Codec(ABC):
+    """One stored format. Subclasses are stateless; see the module text for the terms."""
+
+    #: Registry name, unique.
+    name: str
+    #: Values of "format" in a ComfyUI marker that mean this codec.
+    marker_formats: tuple[str, ...] = ()
+    #: Codecs with the same family share their codes.
+    family: str
+    #: Whether `encode` exists; some formats are only read.
+    writable: bool = True
+
+    @abstractmethod
+    def recognise(self, group: Group, marker: Mapping[str, Any] | None) -> Recognition | str:
+        """Claim a layer, or say in words why its tensors are not this format.
+
+        `marker` is a marker that names this format, or None when only the tensors speak.
+        """
+
+    def refusal(self, n: int, k: int, options: Options) -> str | None:
+        """Why the format cannot hold an [n, k] weight under these options; None when it can."""
+        return None
+
+    def parts(self, n: int, k: int, options: Options) -> tuple[Part, ...]:
+        """The tensors written for an [n, k] layer."""
+        raise NotImplementedError(f"{self.name} is not written")
+
+    def marker(self, options: Options) -> dict[str, Any] | None:
+        """The ComfyUI marker of a layer with these options; None for formats without one."""
+        return None
+
+    def rotation(self, options: Options) -> int:
+        """ConvRot group of the stored basis, 0 when not rotated."""
+        return int(options.get("rotation", 0))
+
+    def layout(self, options: Options) -> tuple[Any, ...]:
+        """All that decides where bits lie: equal layouts mean that payload can be copied as it is."""
+        return ()
+
+    def row_step(self, options: Options) -> int:
+        """Chunks start at multiples of this many rows."""
+        return 1
+
+    def statistic(self, options: Options) -> Statistic:
+        """What `prepare` needs."""
+        return "none"
+
+    @abstractmethod
+    def load(self, stored: Stored, a: int, b: int, backend: Backend) -> Codes:
+        """Codes of rows [a, b), with what is common to all rows among them."""
+
+    @abstractmethod
+    def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
+        """[b-a, k] float32 in the stored basis (still rotated where the format rotates)."""
+
+    def prepare(self, statistic: Any, options: Options, backend: Backend, quality: Quality) -> Codes:
+        """What the whole tensor shares (tensor scale, codebook), from the amax (float) or the sampled rows."""
+        return {}
+
+    def encode(self, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality) -> Codes:
+        """Codes of a chunk x [R, k] in the stored basis, `common` (from `prepare`) included."""
+        raise NotImplementedError(f"{self.name} is not written")
+
+    def store(self, codes: Codes, options: Options, k: int) -> dict[str, Array]:
+        """A chunk's share of every part, laid out as `parts` says (whole parts may be repeated)."""
+        raise NotImplementedError(f"{self.name} is not written")
+
+    def carries(self, source: Options, target: Options) -> bool:
+        """Whether codes stored under `source` options can be stored under `target` options with the same values."""
+        return False
+
+
+def scalar(value: Array) -> np.float32:
+    """The one element of a 0-D or [1] array."""
+    return np.float32(value.reshape(-1)[0])
+
+
+def is_scalar(shape: tuple[int, ...]) -> bool:
+    return all(dim == 1 for dim in shape)
+
+
+def is_row(shape: tuple[int, ...], n: int) -> bool:
+    """[N], [N,1], [N,1,1,1]: one value a row."""
+    return len(shape) >= 1 and shape[0] == n and all(dim == 1 for dim in shape[1:])
+
+
+def up(x: int, m: int) -> int:
+    """x rounded up to a multiple of m."""
+    return (x + m - 1) // m * m

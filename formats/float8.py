@@ -1,0 +1,201 @@
+"""fp8 weights, e4m3fn and e5m2: one scale, a scale a row, 128 x 128 blocks, or none (a plain cast).
+
+Layout and arithmetic: FORMATS "fp8": w = float32(q) * scale. Legacy ComfyUI files call the scale `scale_weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from qconvert.formats.base import (
+    F32,
+    Array,
+    Codec,
+    Codes,
+    Group,
+    Options,
+    Part,
+    Recognition,
+    Statistic,
+    Stored,
+    is_row,
+    is_scalar,
+)
+from qconvert.formats.dtypes import FP8
+from qconvert.formats.finding import Finding
+from qconvert.formats.tensors import Spec
+from qconvert.kernels.api import Backend, Quality
+
+_MARKERS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+_SCALES = ("weight_scale", "scale_weight", "weight_scale_inv")
+
+
+class Float8(Codec):
+    """options: kind (F8_E4M3 | F8_E5M2), scale (scalar | row | block | none), block, source, full_precision."""
+
+    name = "float8"
+    marker_formats = ("float8_e4m3fn", "float8_e5m2")
+    family = "float8"
+
+    def recognise(self, group: Group, marker: Mapping[str, Any] | None) -> Recognition | str:
+        weight = group.tensors.get("weight")
+        if weight is None or weight.dtype not in (FP8 | ({"U8", "I8"} if marker else set())):
+            return "weight is not fp8"
+        findings: list[Finding] = []
+        kind = weight.dtype
+        if marker is not None:
+            kind = _MARKERS[marker["format"]]
+            if weight.dtype in FP8 and weight.dtype != kind:
+                # The bits carry their own type; a marker that says otherwise would only cast the values.
+                findings.append(
+                    Finding(
+                        "guess",
+                        f"marker says {marker['format']} but the weight is {weight.dtype}; its own type is believed",
+                        group.prefix,
+                        "dtype tag of the weight",
+                    )
+                )
+                kind = weight.dtype
+            elif weight.dtype not in FP8:
+                findings.append(
+                    Finding(
+                        "repair", f"fp8 weight is tagged {weight.dtype}", group.prefix, "marker and scale"
+                    )
+                )
+        experts = weight.shape[0] if len(weight.shape) == 3 else 0
+        shape = weight.shape[1:] if experts else weight.shape
+        n = shape[0] if shape else 1
+        k = int(np.prod(shape[1:], dtype=np.int64)) if len(shape) > 1 else 1
+        options: dict[str, Any] = {"kind": kind, "shape": weight.shape, "scale": "none"}
+        owned = {"weight"}
+        source = next((name for name in _SCALES if name in group.tensors), None)
+        if source is not None:
+            got = self._scale(group.tensors[source], n, k, experts)
+            if got is None:
+                return f"{source} {group.tensors[source]} is not one value, one a row or 128x128 blocks of [{n}, {k}]"
+            options.update(scale=got, source=source)
+            owned.add(source)
+            if group.tensors[source].dtype != "F32":
+                findings.append(
+                    Finding("repair", f"{source} is {group.tensors[source].dtype}, not F32", group.prefix)
+                )
+        if marker is None and not (group.legacy_fp8 and source):
+            what = f"a scale of kind {options['scale']}" if source else "no scale: a plain cast, scale 1"
+            findings.append(
+                Finding(
+                    "guess",
+                    f"no marker; taken as {kind} with {what}",
+                    group.prefix,
+                    f"dtype {weight.dtype}"
+                    + (f", {source} {group.tensors[source]}" if source else ", no scale tensor"),
+                )
+            )
+        elif source is None:
+            findings.append(
+                Finding("guess", "marked fp8 without a scale; taken as a plain cast, scale 1", group.prefix)
+            )
+        full = bool(marker and marker.get("full_precision_matrix_mult")) or (
+            marker is None and group.legacy_full_precision
+        )
+        options["full_precision"] = full
+        return Recognition(self.name, n, k, options, frozenset(owned), tuple(findings), experts)
+
+    @staticmethod
+    def _scale(spec: Spec, n: int, k: int, experts: int) -> str | None:
+        shape = spec.shape
+        if experts:
+            if not shape or shape[0] != experts:
+                return "scalar" if is_scalar(shape) and experts == 1 else None
+            shape = shape[1:]
+        if is_scalar(shape):
+            return "scalar"
+        if is_row(shape, n):
+            return "row"
+        if len(shape) == 2 and shape == (-(-n // 128), -(-k // 128)):
+            return "block"
+        return None
+
+    def parts(self, n: int, k: int, options: Options) -> tuple[Part, ...]:
+        weight = Part("weight", Spec(options["kind"], tuple(options.get("shape", (n, k)))))
+        if options["scale"] == "none":
+            return (weight,)
+        if options["scale"] == "row":
+            return (weight, Part("weight_scale", Spec("F32", (n, 1))))
+        return (weight, Part("weight_scale", Spec("F32", ()), "whole"))
+
+    def marker(self, options: Options) -> dict[str, Any] | None:
+        marker: dict[str, Any] = {
+            "format": "float8_e4m3fn" if options["kind"] == "F8_E4M3" else "float8_e5m2"
+        }
+        if options.get("full_precision"):
+            marker["full_precision_matrix_mult"] = True
+        return marker
+
+    def statistic(self, options: Options) -> Statistic:
+        return "amax" if options["scale"] == "scalar" else "none"
+
+    def row_step(self, options: Options) -> int:
+        return 128 if options["scale"] == "block" else 1
+
+    def layout(self, options: Options) -> tuple[Any, ...]:
+        return (options["scale"],)
+
+    def load(self, stored: Stored, a: int, b: int, backend: Backend) -> Codes:
+        codes: Codes = {"q": stored.rows("weight", a, b).reshape(b - a, stored.k).view(np.uint8)}
+        kind = stored.options["scale"]
+        if kind == "none":
+            codes["scale"] = np.ones((), np.float32)
+            return codes
+        source = stored.options["source"]
+        scale = backend.to_f32(stored.whole(source), stored.dtype(source))
+        if kind == "scalar":
+            codes["scale"] = scale.reshape(())
+        elif kind == "row":
+            codes["scale"] = np.ascontiguousarray(scale.reshape(-1)[a:b])
+        else:
+            codes["block_scale"] = np.ascontiguousarray(scale[a // 128 : -(-b // 128)])
+        return codes
+
+    def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
+        kind = options["kind"]
+        if "block_scale" in codes:
+            rows, k = codes["q"].shape
+            spread = np.repeat(np.repeat(codes["block_scale"], 128, 0)[:rows], 128, 1)[:, :k]
+            return backend.to_f32(codes["q"], kind) * spread
+        if options["scale"] == "none":
+            return backend.to_f32(codes["q"], kind)
+        return backend.fp8_decode(codes["q"], codes["scale"], kind)
+
+    def prepare(self, statistic: Any, options: Options, backend: Backend, quality: Quality) -> Codes:
+        if options["scale"] == "scalar":
+            return {"scale": np.asarray(backend.fp8_scale(statistic, options["kind"]), np.float32)}
+        return {}
+
+    def encode(self, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality) -> Codes:
+        if options["scale"] == "scalar":
+            scale = common["scale"]
+        elif options["scale"] == "row":
+            peaks = np.abs(x).max(axis=1, initial=0.0)
+            scale = np.array([backend.fp8_scale(float(peak), options["kind"]) for peak in peaks], np.float32)
+        else:
+            scale = np.ones((), np.float32)
+        return {"q": backend.fp8_encode(x, scale, options["kind"]), "scale": scale}
+
+    def store(self, codes: Codes, options: Options, k: int) -> dict[str, Array]:
+        out = {"weight": codes["q"]}
+        if options["scale"] == "row":
+            scale = np.broadcast_to(codes["scale"].reshape(-1, 1), (codes["q"].shape[0], 1))
+            out["weight_scale"] = np.ascontiguousarray(scale)
+        elif options["scale"] == "scalar":
+            out["weight_scale"] = codes["scale"]
+        return out
+
+    def carries(self, source: Options, target: Options) -> bool:
+        if source["kind"] != target["kind"]:
+            return False
+        # A plain cast has scale 1; a single scale can be repeated in every row, not the other way round.
+        return target["scale"] == source["scale"] or (
+            source["scale"] in ("scalar", "none") and target["scale"] in ("scalar", "row")
+        )

@@ -1,0 +1,209 @@
+"""safetensors headers: reading them as untrusted input, and laying out new ones.
+
+The format: 8 bytes little-endian header length, that many bytes of JSON, then the payload. The JSON maps a tensor
+name to dtype, shape and data_offsets (relative to the payload), and `__metadata__` to a map of strings.
+Source: the safetensors format description (huggingface/safetensors README).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from qconvert.formats.dtypes import BITS, nbytes
+from qconvert.formats.errors import HeaderError
+from qconvert.formats.tensors import Spec, TensorSpec
+
+#: The reference implementation's own cap.
+MAX_HEADER_BYTES = 100_000_000
+MAX_DIMS = 64
+_MAX_COUNT = 2**63
+
+
+@dataclass(frozen=True)
+class Header:
+    """A parsed header. `tensors` are in payload order with absolute offsets; `data_start` is where payload begins."""
+
+    tensors: tuple[TensorSpec, ...]
+    metadata: dict[str, str]
+    data_start: int
+    file_size: int
+    raw: bytes
+
+
+def _fail(path: str, problem: str, **facts: str | None) -> NoReturn:
+    raise HeaderError(problem, file=path, **facts)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise ValueError(f"key {key!r} occurs twice")
+        out[key] = value
+    return out
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def strict_json(text: str) -> Any:
+    """JSON with duplicate keys, NaN and Infinity refused. Raises ValueError, also for deep nesting."""
+    try:
+        return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_header(path: Path, index: int = 0) -> Header:
+    """Parse and validate the header of a safetensors file; reads no payload.
+
+    Raises HeaderError for anything the format does not allow: length, UTF-8, duplicate keys, unknown dtypes, sizes
+    that do not follow from shape x dtype, gaps, overlaps, or a file that ends too early or too late.
+    """
+    name = str(path)
+    try:
+        with path.open("rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            prefix = handle.read(8)
+            if len(prefix) < 8:
+                _fail(name, "not a safetensors file: shorter than 8 bytes", found=f"{size} bytes")
+            length = int.from_bytes(prefix, "little")
+            if length > MAX_HEADER_BYTES:
+                _fail(
+                    name,
+                    "not a safetensors file: its header length is impossible",
+                    found=f"{length} bytes",
+                    expected=f"at most {MAX_HEADER_BYTES}",
+                )
+            if length > size - 8:
+                _fail(
+                    name,
+                    "truncated inside the header, or not a safetensors file",
+                    found=f"{size} bytes",
+                    expected=f"at least {8 + length}",
+                )
+            raw = handle.read(length)
+    except OSError as error:
+        _fail(name, f"cannot be read: {error.strerror or error}")
+    return parse_header(raw, size, name, index)
+
+
+def parse_header(raw: bytes, file_size: int, name: str, index: int = 0) -> Header:
+    """Validate header JSON against the size of its file (bytes). `name` is for messages. Raises HeaderError."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        _fail(name, "header is not UTF-8")
+    if not text.startswith("{"):
+        _fail(name, "not a safetensors file: the header does not start with '{'")
+    try:
+        document = strict_json(text)
+    except ValueError as error:
+        _fail(name, f"header is not valid JSON: {error}")
+    if not isinstance(document, dict):
+        _fail(name, "header is not a JSON object")
+    metadata = document.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        _fail(name, "__metadata__ is not a map of strings")
+    data_start = 8 + len(raw)
+    payload = file_size - data_start
+    tensors = [_tensor(name, key, entry, data_start, payload, index) for key, entry in document.items()]
+    tensors.sort(key=lambda t: (t.start, t.nbytes))
+    cursor = data_start
+    for tensor in tensors:
+        if tensor.start != cursor:
+            problem = "overlaps the one before it" if tensor.start < cursor else "leaves a gap before it"
+            _fail(
+                name,
+                f"tensor {tensor.name!r} {problem}",
+                found=f"offset {tensor.start - data_start}",
+                expected=f"{cursor - data_start}",
+            )
+        cursor += tensor.nbytes
+    if cursor != file_size:
+        _fail(
+            name,
+            "truncated payload" if cursor > file_size else "bytes follow the last tensor",
+            found=f"{file_size} bytes",
+            expected=f"{cursor}",
+        )
+    return Header(tuple(tensors), metadata, data_start, file_size, raw)
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_COUNT
+
+
+def _tensor(name: str, key: str, entry: Any, data_start: int, payload: int, index: int) -> TensorSpec:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        _fail(name, f"tensor {key!r} needs exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        _fail(name, f"tensor {key!r} has an unknown dtype", found=repr(dtype)[:40])
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(_count(dim) for dim in shape):
+        _fail(name, f"tensor {key!r} has a bad shape", found=repr(shape)[:60])
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_count(o) for o in offsets):
+        _fail(name, f"tensor {key!r} has bad data_offsets", found=repr(offsets)[:60])
+    begin, end = offsets
+    size = nbytes(dtype, tuple(shape))
+    if size is None or size >= _MAX_COUNT:
+        _fail(name, f"tensor {key!r} has an impossible size", found=f"{dtype}{shape}"[:80])
+    if end - begin != size:
+        _fail(
+            name,
+            f"tensor {key!r}: size does not follow from its shape and dtype",
+            found=f"{end - begin} bytes",
+            expected=f"{size} for {dtype}{shape}"[:80],
+        )
+    if end > payload:
+        _fail(
+            name,
+            f"truncated: tensor {key!r} ends behind the file",
+            found=f"{data_start + payload} bytes",
+            expected=f"at least {data_start + end}",
+        )
+    return TensorSpec(key, dtype, tuple(shape), data_start + begin, size, index)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A header laid out before any payload exists: `prefix` are the first bytes of the file."""
+
+    prefix: bytes
+    offsets: Mapping[str, int]
+    specs: Mapping[str, Spec]
+    file_size: int
+
+
+def layout(tensors: Iterable[tuple[str, Spec]], metadata: Mapping[str, str]) -> Layout:
+    """Place tensors in the order given (absolute byte offsets) and render the header.
+
+    Wider types first would align better, but order is the caller's: payload order follows the source, so that
+    copies stay sequential. The header is padded with spaces to a multiple of 8 bytes, as the format asks.
+    """
+    document: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    cursor = 0
+    begins: dict[str, int] = {}
+    specs: dict[str, Spec] = {}
+    for key, spec in tensors:
+        if key in specs:
+            raise ValueError(f"tensor {key!r} is laid out twice")
+        size = spec.nbytes
+        document[key] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [cursor, cursor + size],
+        }
+        begins[key], specs[key] = cursor, spec
+        cursor += size
+    raw = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    start = 8 + len(raw)
+    offsets = {key: begin + start for key, begin in begins.items()}
+    return Layout(len(raw).to_bytes(8, "little") + raw, offsets, specs, start + cursor)

@@ -1,0 +1,257 @@
+"""From headers to layers: which tensors belong together, in which format, and how sure that is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qconvert.formats.base import Codec, Group, Recognition
+from qconvert.formats.checkpoint import MARKER_SUFFIX, Checkpoint
+from qconvert.formats.dtypes import FLOATS
+from qconvert.formats.errors import QConvertError, UsageError
+from qconvert.formats.finding import Finding
+from qconvert.formats.marker import Markers, collect
+from qconvert.formats.registry import CODECS, codec, codec_for_marker, known_formats
+from qconvert.formats.tensors import TensorSpec
+
+#: Tensors of a layer that no codec owns but that belong to it by right.
+COMPANIONS = frozenset({"bias", "input_scale", "scale_input", "pre_quant_scale"})
+SENTINEL = "scaled_fp8"
+#: Weights of these types cannot be plain values.
+QUANTISED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "F4"})
+
+
+@dataclass
+class Layer:
+    """One weight with all that belongs to it.
+
+    n, k: out and in features (k is the product of all axes but the first for convolutions). `codec` and `options`
+    say how it is stored. `tensors`: every tensor under the prefix, by suffix; `owned`: those the codec reads.
+    """
+
+    prefix: str
+    n: int
+    k: int
+    codec: Codec
+    options: dict[str, Any]
+    tensors: dict[str, TensorSpec]
+    owned: frozenset[str]
+    marker: dict[str, Any] | None = None
+    findings: list[Finding] = field(default_factory=list)
+    experts: int = 0
+
+    @property
+    def quantised(self) -> bool:
+        return self.codec.name != "plain"
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the logical weight: 2 for a linear or an embedding, more for convolutions, 1 for a norm."""
+        if self.experts:
+            return 3
+        weight = self.tensors.get("weight")
+        if weight is None or self.codec.name in ("svdquant_w4a4",):
+            return 2
+        return len(weight.shape)
+
+    @property
+    def first(self) -> TensorSpec:
+        return self.tensors.get("weight") or next(iter(self.tensors.values()))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def params(self) -> int:
+        return self.n * self.k * max(self.experts, 1)
+
+    @property
+    def leftovers(self) -> list[str]:
+        """Suffixes that neither the codec nor any runtime reads beside this weight."""
+        return [
+            suffix
+            for suffix in self.tensors
+            if suffix not in self.owned and suffix not in COMPANIONS and suffix != "comfy_quant"
+        ]
+
+
+@dataclass
+class Inventory:
+    """Everything in a checkpoint: layers in payload order, loose tensors, sentinels, file-wide findings."""
+
+    layers: dict[str, Layer]
+    loose: list[TensorSpec]
+    sentinels: list[TensorSpec]
+    findings: list[Finding]
+
+    def all_findings(self) -> list[Finding]:
+        return self.findings + [finding for layer in self.layers.values() for finding in layer.findings]
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """`--assume REGEX=FORMAT[,key=value]`: what the user says of layers; it replaces what the file says."""
+
+    text: str
+    pattern: re.Pattern[str]
+    marker: Mapping[str, Any]
+
+
+def parse_assumption(text: str) -> Assumption:
+    """Raises UsageError for a bad regular expression, an unknown format, or options that are not key=value."""
+    regex, found, rest = text.partition("=")
+    name, *pairs = rest.split(",")
+    if not found or not regex or codec_for_marker(name) is None:
+        known = ", ".join(known_formats())
+        raise UsageError(f"--assume {text!r}", expected=f"REGEX=FORMAT[,key=value], FORMAT one of {known}")
+    marker: dict[str, Any] = {"format": name}
+    for pair in pairs:
+        key, found, value = pair.partition("=")
+        if not found:
+            raise UsageError(f"--assume {text!r}: {pair!r} is not key=value")
+        try:
+            marker[key] = json.loads(value)
+        except ValueError:
+            marker[key] = value
+    try:
+        return Assumption(text, re.compile(regex), marker)
+    except re.error as error:
+        raise UsageError(f"--assume {text!r}: {error}") from None
+
+
+def take_inventory(checkpoint: Checkpoint, assume: Sequence[Assumption] = ()) -> Inventory:
+    """Recognise every layer of a checkpoint from its headers and markers.
+
+    Raises QConvertError for a quantised weight that no format explains, UsageError for an assumption that fits
+    no quantised layer.
+    """
+    unused = {assumption.text for assumption in assume}
+    groups, loose, sentinels = _group(checkpoint)
+    raw = {prefix: data for prefix, data in checkpoint.marker_bytes().items() if prefix}
+    markers, findings = collect(raw, checkpoint.metadata, groups)
+    layers: dict[str, Layer] = {}
+    for prefix, tensors in groups.items():
+        state = markers.get(prefix, Markers())
+        for assumption in assume:
+            if tensors["weight"].dtype in QUANTISED_DTYPES and assumption.pattern.search(prefix):
+                state = Markers([("command line", dict(assumption.marker))])
+                unused.discard(assumption.text)
+                break
+        legacy, full = _legacy(prefix, sentinels)
+        group = Group(prefix, {s: t.spec for s, t in tensors.items()}, legacy, full)
+        layer = _recognise(checkpoint, group, tensors, state)
+        if layer is None:
+            loose.extend(tensors.values())
+        else:
+            layers[prefix] = layer
+    if unused:
+        raise UsageError(f"--assume {min(unused)!r} fits no quantised layer")
+    return Inventory(layers, loose, sentinels, findings)
+
+
+def _group(
+    checkpoint: Checkpoint,
+) -> tuple[dict[str, dict[str, TensorSpec]], list[TensorSpec], list[TensorSpec]]:
+    prefixes = {name.removesuffix(".weight") for name in checkpoint.tensors if name.endswith(".weight")}
+    groups: dict[str, dict[str, TensorSpec]] = {}
+    loose: list[TensorSpec] = []
+    sentinels: list[TensorSpec] = []
+    for name, tensor in checkpoint.tensors.items():
+        prefix, _, suffix = name.rpartition(".")
+        if suffix == SENTINEL:
+            sentinels.append(tensor)
+        elif prefix in prefixes:
+            groups.setdefault(prefix, {})[suffix] = tensor
+        elif name.endswith(MARKER_SUFFIX):
+            sentinels.append(tensor)
+        else:
+            loose.append(tensor)
+    return groups, loose, sentinels
+
+
+def _legacy(prefix: str, sentinels: list[TensorSpec]) -> tuple[bool, bool]:
+    """Whether a `scaled_fp8` sentinel stands above this layer, and whether it asks for full-precision matmul."""
+    for tensor in sentinels:
+        above, _, name = tensor.name.rpartition(".")
+        if name == SENTINEL and (not above or prefix.startswith(above + ".")):
+            return True, tensor.shape == (2,)
+    return False, False
+
+
+def _recognise(
+    checkpoint: Checkpoint, group: Group, tensors: dict[str, TensorSpec], state: Markers
+) -> Layer | None:
+    weight = group.tensors["weight"]
+    findings = list(state.findings)
+    claims: list[tuple[str, dict[str, Any], Recognition]] = []
+    reasons: list[str] = []
+    for carrier, marker in state.candidates:
+        named = codec_for_marker(marker["format"])
+        if named is None:
+            reasons.append(
+                f"format {marker['format']!r} is unknown" if marker["format"] else "no format is named"
+            )
+            continue
+        if weight.dtype in FLOATS:
+            reasons.append(f"marked {marker['format']} but the weight is {weight.dtype}")
+            continue
+        got = named.recognise(group, marker)
+        if isinstance(got, str):
+            reasons.append(f"marked {marker['format']}, but {got}")
+        else:
+            claims.append((carrier, marker, got))
+    if claims:
+        carrier, marker, got = claims[0]
+        if len(state.candidates) > 1:
+            others = [m for c, m in state.candidates if m is not marker]
+            findings.append(
+                Finding(
+                    "guess",
+                    f"header and tensor disagree; the {carrier} marker is believed",
+                    group.prefix,
+                    reasons[0] if reasons else f"{marker} against {others[0]}",
+                )
+            )
+        findings.extend(got.findings)
+        return _layer(got, tensors, findings, marker)
+    for candidate in CODECS:
+        got = candidate.recognise(group, None)
+        if isinstance(got, str):
+            if weight.dtype in QUANTISED_DTYPES and candidate.name != "plain":
+                reasons.append(f"{candidate.name}: {got}")
+            continue
+        if state.candidates and not reasons:
+            reasons.append("marker does not fit")
+        if state.candidates:
+            level = "repair" if got.codec == "plain" else "guess"
+            findings.append(
+                Finding(level, f"marker not believed: {reasons[0]}; taken as {got.codec}", group.prefix)
+            )
+        findings.extend(got.findings)
+        return _layer(got, tensors, findings, None)
+    if weight.dtype in QUANTISED_DTYPES:
+        spec = tensors["weight"]
+        raise QConvertError(
+            "no known format explains this quantised weight",
+            file=str(checkpoint.files[spec.file]),
+            layer=group.prefix,
+            found=", ".join(
+                f"{suffix} {t}" for suffix, t in group.tensors.items() if suffix != "comfy_quant"
+            ),
+            expected="; ".join(dict.fromkeys(reasons)),
+            hint="name it with --assume LAYER_REGEX=FORMAT",
+        )
+    return None
+
+
+def _layer(
+    got: Recognition, tensors: dict[str, TensorSpec], findings: list[Finding], marker: dict[str, Any] | None
+) -> Layer:
+    prefix = tensors["weight"].name.removesuffix(".weight")
+    return Layer(
+        prefix, got.n, got.k, codec(got.codec), got.options, tensors, got.owned, marker, findings, got.experts
+    )

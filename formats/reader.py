@@ -1,0 +1,80 @@
+"""Reading one layer's tensors by rows: the `Stored` that codecs load from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import numpy as np
+from qconvert.formats.base import Array, Options
+from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.dtypes import BITS, numpy_dtype
+from qconvert.formats.layers import Layer
+from qconvert.formats.tensors import TensorSpec
+
+
+class LayerReader:
+    """A layer of an open checkpoint. Safe to use from several threads; small whole tensors are read once and kept.
+
+    `expert` selects one 2-D weight out of a bank: every tensor that has the experts' axis loses it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layer: Layer, expert: int | None = None) -> None:
+        self._checkpoint = checkpoint
+        self._tensors: Mapping[str, TensorSpec] = layer.tensors
+        self._expert = expert
+        self._experts = layer.experts
+        self._kept: dict[str, Array] = {}
+        self._lock = threading.Lock()
+        self.n = layer.n
+        self.k = layer.k
+        self.options: Options = layer.options
+
+    def has(self, suffix: str) -> bool:
+        return suffix in self._tensors
+
+    def dtype(self, suffix: str) -> str:
+        return self._tensors[suffix].dtype
+
+    def _span(self, suffix: str) -> tuple[TensorSpec, tuple[int, ...], int]:
+        """The tensor, its shape without the experts' axis, and where that part begins."""
+        tensor = self._tensors[suffix]
+        shape, start = tensor.shape, tensor.start
+        if self._expert is not None and len(shape) > 0 and shape[0] == self._experts:
+            start += tensor.nbytes // self._experts * self._expert
+            shape = shape[1:]
+        return tensor, shape, start
+
+    def shape(self, suffix: str) -> tuple[int, ...]:
+        return self._span(suffix)[1]
+
+    def rows(self, suffix: str, a: int, b: int) -> Array:
+        tensor, shape, start = self._span(suffix)
+        if not shape:
+            return self.whole(suffix)
+        row_bits = BITS[tensor.dtype] * int(np.prod(shape[1:], dtype=np.int64))
+        row = row_bits // 8
+        data = self._checkpoint.pread(tensor.file, start + a * row, (b - a) * row)
+        if tensor.dtype.startswith(("F4", "F6")):
+            return data.reshape(b - a, row)
+        return data.view(numpy_dtype(tensor.dtype)).reshape(b - a, *shape[1:])
+
+    def columns(self, suffix: str, a: int, b: int) -> Array:
+        # Scales stored [K/G, N] are small beside the weight: kept whole, cut per chunk.
+        return np.ascontiguousarray(self.whole(suffix)[:, a:b])
+
+    def whole(self, suffix: str) -> Array:
+        with self._lock:
+            kept = self._kept.get(suffix)
+            if kept is None:
+                tensor, shape, start = self._span(suffix)
+                count = int(np.prod(shape, dtype=np.int64))
+                data = self._checkpoint.pread(tensor.file, start, count * BITS[tensor.dtype] // 8)
+                kept = data.view(numpy_dtype(tensor.dtype)).reshape(shape)
+                self._kept[suffix] = kept
+            return kept
+
+    def row_bytes(self, suffix: str) -> int:
+        """Bytes of one row of a tensor."""
+        tensor, shape, _ = self._span(suffix)
+        return BITS[tensor.dtype] * int(np.prod(shape[1:], dtype=np.int64)) // 8

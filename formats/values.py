@@ -1,0 +1,42 @@
+"""The values a layer stands for: decoded, rotation undone, in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from qconvert.formats.base import F32, Codec, Options, Stored
+from qconvert.formats.layers import Layer
+from qconvert.formats.reader import LayerReader
+from qconvert.kernels.api import Backend
+
+
+def decode_rows(layer: Layer, stored: Stored, a: int, b: int, backend: Backend) -> F32:
+    """Rows [a, b) of the stored weight [b-a, k], rotation undone; pre_quant_scale is not applied."""
+    codes = layer.codec.load(stored, a, b, backend)
+    return change_basis(
+        layer.codec.decode(codes, layer.options, backend), layer.codec.rotation(layer.options), 0, backend
+    )
+
+
+def change_basis(x: F32, source: int, target: int, backend: Backend) -> F32:
+    """From one ConvRot basis to another (group sizes, 0 for none); the same basis costs nothing."""
+    if source == target:
+        return x
+    if source:
+        x = backend.rotate(x, source)
+    return backend.rotate(x, target) if target else x
+
+
+def aligned(codec: Codec, options: Options, a: int) -> int:
+    """The last row at or before `a` where a chunk of this codec may begin."""
+    step = codec.row_step(options)
+    return a // step * step
+
+
+def input_factor(layer: Layer, reader: LayerReader, backend: Backend) -> F32 | None:
+    """pre_quant_scale [K] in float32, None where the layer has none."""
+    if "pre_quant_scale" not in layer.tensors:
+        return None
+    raw: Any = reader.whole("pre_quant_scale")
+    return np.ascontiguousarray(backend.to_f32(raw, reader.dtype("pre_quant_scale")).reshape(-1))
