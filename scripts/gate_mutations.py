@@ -281,6 +281,7 @@ def _marker_mutations(base: File, layer: str) -> Iterator[tuple[str, File]]:
         "linear_dtype": ["int4", "int8", "fp8", None, 4],
         "quant_group_size": [64, 32],
         "_is_rowwise": [True],
+        "params": [{"convrot_groupsize": 64}, {"convrot": True}, {"convrot": False}, {"group_size": 32}, 5],
     }
     for key, options in values.items():
         for value in options:
@@ -327,6 +328,7 @@ def _layer_mutations(base: File) -> Iterator[tuple[str, File]]:
         "input_scale": ("F32",),
         "pre_quant_scale": ("BF16", H),
         "weight_scale_2": ("F32",),
+        "weight_scale_inv": ("U8", H, H // 32),
         "weight_codebook": ("F32", 16),
         "weight_correction": ("BF16", H // 16, H),
         "weight_zero_point": ("I8", H),

@@ -44,7 +44,7 @@ def tensors_by_layer(view: HeaderView) -> dict[str, dict[str, Spec]]:
 
 
 def shape_text(shape: Iterable[int]) -> str:
-    """A shape as people write it: [64, 512]."""
+    """A shape as it is shown in messages: [64, 512], and [] for a scalar."""
     return str(list(shape))
 
 

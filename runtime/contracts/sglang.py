@@ -27,7 +27,7 @@ from qconvert.runtime.contracts.sglang_rules import (
     shape_violations,
     swizzle_violations,
 )
-from qconvert.runtime.contracts.sglang_tensors import scale_form, size, tensor_violations
+from qconvert.runtime.contracts.sglang_tensors import SIX_BIT, scale_form, size, tensor_violations
 from qconvert.runtime.contracts.sglang_tp import tp_violations
 from qconvert.runtime.roles import is_embedding_name
 
@@ -58,7 +58,9 @@ class SglangContract:
         """What the runtime would do with this header; `tp` ranks share every linear layer."""
         markers, problems = read_markers(view)
         config = self._resolve(markers, problems)
-        problems += orphan_violations(view, markers)
+        # A layer whose marker is missing or unreadable has that fault, and not one more for each of its scales.
+        faulty = {problem.layer for problem in problems if problem.layer}
+        problems += orphan_violations(view, {*markers, *faulty})
         problems += route_violations(view, markers)
         if markers and len(view.files) > 1:
             message = "text encoders read markers from a single .safetensors file only, not from shards"
@@ -130,9 +132,11 @@ class SglangContract:
         if shape is None or method == "unquantised":
             return
         n, k = shape
-        yield from tensor_violations(layer, n, k)
+        misfits = list(tensor_violations(layer, n, k))
+        yield from misfits
         yield from shape_violations(layer.prefix, layer.kind, layer.marker, k)
-        yield from swizzle_violations(layer.prefix, layer.marker, n, k)
+        if not any(violation.rule == "swizzle-padded" for violation in misfits):
+            yield from swizzle_violations(layer.prefix, layer.marker, n, k)
         yield from tp_violations(layer, n, k, tp)
         if layer.format == "mxfp8":
             message = "the parameter is called weight_scale_inv: only models that map the name load it"
@@ -160,7 +164,7 @@ class SglangContract:
                 "refuse", "full-precision-fused", message, None, f"{options['partitions']} parts", "1"
             )
         if options.get("bits", 4) == 6:
-            yield Violation("refuse", "w4a8-six-bit", "the 6-bit variant of asym_w4a8_int8 is not served")
+            yield Violation("refuse", "w4a8-six-bit", SIX_BIT)
         if kind == "linear" and scale == "tensor" and format_name == INT8 and not is_plain_int8(marker):
             message = "an int8 linear layer has one scale a row"
             yield Violation("refuse", "tensor-shape", message, None, "one scale ()", "[N,1]")
@@ -201,10 +205,13 @@ def _nearest_target(markers: Markers, view: HeaderView) -> str:
             return config
     suffixes = {name.rpartition(".")[2] for name in view.tensors}
     dtypes = {spec.dtype for name, spec in view.tensors.items() if name.endswith(".weight")}
+    scales = {spec.dtype for name, spec in view.tensors.items() if name.endswith(".weight_scale")}
     if "weight_s_rel" in suffixes:
         return "kitchen_w4a8"
     if "weight_scale_2" in suffixes or "U8" in dtypes:
         return "comfy_nvfp4"
+    if "F8_E4M3" in dtypes and "U8" in scales:
+        return "comfy_mxfp8"
     return "convrot_int8" if "I8" in dtypes else "comfy_fp8"
 
 

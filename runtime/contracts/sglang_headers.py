@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from qconvert.formats.tensors import HeaderView
@@ -32,8 +32,8 @@ QUANT_SUFFIXES = frozenset(
 )
 
 
-def orphan_violations(view: HeaderView, marked: Mapping[str, Any]) -> list[Violation]:
-    """Scales and sentinels that belong to no marked layer."""
+def orphan_violations(view: HeaderView, marked: Collection[str]) -> list[Violation]:
+    """Scales and sentinels that belong to none of the `marked` layers."""
     found = []
     for name, spec in sorted(view.tensors.items()):
         prefix, _, suffix = name.rpartition(".")

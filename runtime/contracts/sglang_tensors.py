@@ -11,6 +11,7 @@ from qconvert.runtime.contracts.common import FLOATS, Layer, shape_text, up
 from qconvert.runtime.contracts.sglang_rules import FP8, INT8, MXFP8, NVFP4, W4A4, W4A8, as_int
 
 _PACKED = frozenset({NVFP4, W4A8, W4A4})
+SIX_BIT = "the 6-bit variant of asym_w4a8_int8 is not served"
 _SCALAR: tuple[tuple[int, ...], ...] = ((), (1,))
 
 
@@ -24,8 +25,8 @@ class Param:
     optional: bool = False
 
     def text(self) -> str:
-        shapes = " or ".join(shape_text(shape) if shape else "()" for shape in self.shapes)
-        return f"{'/'.join(sorted(self.dtypes))} {shapes}"
+        dtypes = "/".join(sorted(self.dtypes))
+        return " or ".join(dtypes + shape_text(shape) for shape in self.shapes)
 
 
 def size(layer: Layer) -> tuple[int, int] | None:
@@ -63,7 +64,12 @@ def tensor_violations(layer: Layer, n: int, k: int) -> Iterator[Violation]:
                 )
         elif spec.dtype not in param.dtypes or spec.shape not in param.shapes:
             yield _misfit(layer, param, spec, n, k)
-    for suffix in sorted(layer.specs.keys() - {param.suffix for param in params}):
+    unknown = layer.specs.keys() - {param.suffix for param in params}
+    if layer.format == MXFP8 and "weight_scale" in unknown:
+        unknown.remove("weight_scale")
+        message = "weight_scale and weight_scale_inv both fill weight_scale_inv: the last one read wins"
+        yield Violation("trap", "mxfp8-two-scales", message, layer.prefix, expected="one of the two")
+    for suffix in sorted(unknown):
         yield Violation(
             "refuse",
             "tensor-unknown",
@@ -135,7 +141,7 @@ def _misfit(layer: Layer, param: Param, spec: Spec, n: int, k: int) -> Violation
     elif name in (NVFP4, MXFP8) and suffix.startswith("weight_scale") and _is_padded(name, spec, n, k):
         rule, message = "swizzle-padded", "block scales padded to whole tiles are not taken"
     elif name == W4A8 and suffix == "weight_s_rel" and _is_six_bit(layer, spec, k):
-        rule, message = "w4a8-six-bit", "the 6-bit variant of asym_w4a8_int8 is not served"
+        rule, message = "w4a8-six-bit", SIX_BIT
     elif name == INT8 and suffix == "weight_scale" and len(spec.shape) == 1:
         rule, message = "int8-scale-1d", "a 1-D weight_scale is refused"
     elif name == W4A4 and suffix == "weight_scale" and spec.shape == (n, 1):

@@ -6,7 +6,7 @@ heavy is imported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -68,20 +68,22 @@ def detect(tensors: Mapping[str, Spec]) -> tuple[FamilyMatch, ...]:
     weights, side tensors and missing markers make no difference.
     """
     groups = Groups(tensors)
-    found: dict[str, FamilyMatch] = {}
+    found: dict[tuple[str, str], FamilyMatch] = {}
     for family in load_families():
         for rule in family.detections:
             for prefix in groups.prefixes(family.component, rule.prefixes):
                 names = groups.names(prefix)
-                if prefix not in found and names.holds(rule):
-                    found[prefix] = _match(family, prefix, names)
-    return tuple(found[prefix] for prefix in sorted(found))
+                if (prefix, family.component) not in found and names.holds(rule):
+                    found[prefix, family.component] = _match(family, prefix, names)
+    return tuple(found[key] for key in sorted(found) if not _inside(found[key], found.values()))
 
 
 def owner(matches: tuple[FamilyMatch, ...], layer: str) -> FamilyMatch | None:
-    """The match that a layer belongs to: of those that hold it, the one with the longest prefix."""
+    """The match that a layer belongs to: of those that hold it, the one with the longest prefix that knows it."""
     holding = [match for match in matches if match.owns(layer)]
-    return max(holding, key=lambda match: len(match.prefix), default=None)
+    return max(
+        holding, key=lambda match: (len(match.prefix), match.role(layer).kind != "other"), default=None
+    )
 
 
 def generic_role(layer: str, spec: Spec) -> Role:
@@ -91,6 +93,14 @@ def generic_role(layer: str, spec: Spec) -> Role:
     if is_embedding_name(layer):
         return Role("embedding", "its name is that of a table")
     return Role("linear")
+
+
+def _inside(match: FamilyMatch, others: Iterable[FamilyMatch]) -> bool:
+    """Whether the same names were also found under a shorter prefix ("x." when `model.` may belong to the name)."""
+    return any(
+        other.family is match.family and other is not match and match.prefix.startswith(other.prefix)
+        for other in others
+    )
 
 
 def _match(family: Family, prefix: str, names: Names) -> FamilyMatch:
