@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -86,7 +86,7 @@ class Contract(Protocol):
         Options are the marker's keys as they would be written (`convrot`, `convrot_groupsize`, `group_size`,
         `linear_dtype`, `full_precision_matrix_mult`) and, because no marker carries them,
 
-        * `scale`: "row" or "tensor", of an int8 layer or table (not judged when absent);
+        * `scale`: "row" or "scalar", of an int8 layer or table (not judged when absent);
         * `tensors`: suffixes that would be written beside `weight` and its scales, e.g. `{"input_scale"}`;
         * `partitions`: how many stored layers the model fuses into this one (1 when absent);
         * `bits`: 6 for the 6-bit variant of asym_w4a8_int8 (4 when absent).
@@ -100,6 +100,10 @@ class Contract(Protocol):
     ) -> list[Violation]:
         """What is wrong with this marker alone under `config`, before any tensor is looked at.
 
-        `scale` is "row", "tensor", or None when it is not known what the layer's scale looks like.
+        `scale` is "row", "scalar", or None when it is not known what the layer's scale looks like.
         """
+        ...
+
+    def format_set_violations(self, config: str, formats: Collection[str]) -> list[Violation]:
+        """Why a file with exactly these formats would not be taken by `config`; empty when it would."""
         ...

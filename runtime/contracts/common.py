@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,14 @@ def tensors_by_layer(view: HeaderView) -> dict[str, dict[str, Spec]]:
 def shape_text(shape: Iterable[int]) -> str:
     """A shape as it is shown in messages: [64, 512], and [] for a scalar."""
     return str(list(shape))
+
+
+def marker_text(marker: Mapping[str, Any]) -> str:
+    """A marker as it is shown in messages."""
+    try:
+        return json.dumps(dict(marker))
+    except (TypeError, ValueError):
+        return repr(dict(marker))
 
 
 def remedy(view: HeaderView, target: str, *options: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -91,6 +91,19 @@ class SglangContract:
         """See base.Contract."""
         return marker_violations(self.dialect, self._known(config), kind, layer, marker, scale)
 
+    def format_set_violations(self, config: str, formats: Collection[str]) -> list[Violation]:
+        """See base.Contract."""
+        asked = self._known(config)
+        if not formats:
+            return []
+        taken = resolve(formats)
+        if taken is None:
+            return [_unsupported(sorted(formats))]
+        if taken == asked:
+            return []
+        message = f"a file with these formats is taken by {self.configs[taken]}"
+        return [Violation("refuse", "config-other", message, None, ", ".join(sorted(formats)), asked)]
+
     def _known(self, config: str) -> str:
         if config not in self.configs:
             raise UsageError(
@@ -107,9 +120,7 @@ class SglangContract:
             return None
         config = resolve(formats)
         if config is None:
-            message = "Unsupported Comfy quantization format(s): " + ", ".join(formats)
-            combinations = (main + (f" (+ {INT8})" if extra else "") for main, extra in SERVED.values())
-            problems.append(Violation("refuse", "format-set", message, expected="; ".join(combinations)))
+            problems.append(_unsupported(formats))
         return config
 
     def _judge(self, config: str | None, layer: Layer, tp: int) -> LayerVerdict:
@@ -165,7 +176,7 @@ class SglangContract:
             )
         if options.get("bits", 4) == 6:
             yield Violation("refuse", "w4a8-six-bit", SIX_BIT)
-        if kind == "linear" and scale == "tensor" and format_name == INT8 and not is_plain_int8(marker):
+        if kind == "linear" and scale == "scalar" and format_name == INT8 and not is_plain_int8(marker):
             message = "an int8 linear layer has one scale a row"
             yield Violation("refuse", "tensor-shape", message, None, "one scale ()", "[N,1]")
         refused = set(_REFUSED_EXTRAS.get(format_name, set()))
@@ -191,6 +202,12 @@ class SglangContract:
 
 
 _NOT_IN_MARKERS = frozenset({"scale", "tensors", "partitions", "bits"})
+
+
+def _unsupported(formats: list[str]) -> Violation:
+    message = "Unsupported Comfy quantization format(s): " + ", ".join(formats)
+    served = (main + (f" (+ {INT8})" if companion else "") for main, companion in SERVED.values())
+    return Violation("refuse", "format-set", message, expected="; ".join(served))
 
 
 def _layer(prefix: str, marker: Mapping[str, Any], specs: Mapping[str, Spec]) -> Layer:

@@ -139,11 +139,3 @@ def _global_mxfp8(
                 )
             )
         markers.setdefault(prefix, {"format": "mxfp8"})
-
-
-def marker_text(marker: Mapping[str, Any]) -> str:
-    """A marker as it is shown to people."""
-    try:
-        return json.dumps(dict(marker))
-    except (TypeError, ValueError):
-        return repr(dict(marker))

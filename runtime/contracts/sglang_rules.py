@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qconvert.runtime.contracts.base import Kind, Violation
-from qconvert.runtime.contracts.common import is_power_of_4
-from qconvert.runtime.contracts.sglang_markers import marker_text
+from qconvert.runtime.contracts.common import is_power_of_4, marker_text
 
 INT8 = "int8_tensorwise"
 NVFP4 = "nvfp4"
@@ -29,8 +28,12 @@ SERVED: dict[str, tuple[str, bool]] = {
 }
 ALIASES = {"kitchen_int8": "convrot_int8"}
 CONVROT_GROUPS = (16, 64, 256)
-#: Keys that may sit in a nested "params" object, where ComfyUI looks for them and sglang does not.
-_NESTED_KEYS = {"convrot": False, "convrot_groupsize": 256, "group_size": 16, "linear_dtype": "int4"}
+#: Keys that ComfyUI also looks for in a nested "params" object, and what sglang assumes when it misses them there.
+_NESTED_KEYS: dict[str, dict[str, Any]] = {
+    INT8: {"convrot": False, "convrot_groupsize": None},
+    W4A8: {"convrot_groupsize": 256, "group_size": 16},
+    W4A4: {"convrot_groupsize": 256, "linear_dtype": "int4"},
+}
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,10 @@ class Dialect:
     int8_embedding: frozenset[str]
 
 
-_ANY = frozenset({"row", "tensor"})
+_ANY = frozenset({"row", "scalar"})
 NEWER = Dialect("sglang-0.5.23", "ConvRotInt8Config", False, _ANY, _ANY, _ANY)
 OLDER = Dialect(
-    "sglang-0132848", "KitchenInt8Config", True, frozenset({"row"}), frozenset({"tensor"}), frozenset()
+    "sglang-0132848", "KitchenInt8Config", True, frozenset({"row"}), frozenset({"scalar"}), frozenset()
 )
 
 
@@ -154,7 +157,7 @@ def _plain_int8(
             allowed = dialect.int8_embedding
         if scale is not None and scale not in allowed:
             message = "Unsupported quantized embedding marker"
-            shapes = {"row": "one scale a row [V,1]", "tensor": "one scale ()"}
+            shapes = {"row": "one scale a row [V,1]", "scalar": "one scale ()"}
             wanted = " or ".join(shapes[form] for form in sorted(allowed))
             yield Violation("refuse", "embedding-scale", message, layer, shapes.get(scale, scale), wanted)
 
@@ -243,7 +246,7 @@ def _nested(layer: str, marker: Mapping[str, Any]) -> Iterator[Violation]:
     nested = marker.get("params")
     if not isinstance(nested, Mapping):
         return
-    for key, default in _NESTED_KEYS.items():
+    for key, default in _NESTED_KEYS.get(str(marker.get("format")), {}).items():
         if key in nested and nested[key] != marker.get(key, default):
             message = f"{key} inside params is not read"
             found, wanted = f"{nested[key]!r} in params", f"{key} at the top level"

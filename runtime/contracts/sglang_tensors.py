@@ -39,12 +39,12 @@ def size(layer: Layer) -> tuple[int, int] | None:
 
 
 def scale_form(layer: Layer) -> str | None:
-    """How an int8 layer is scaled: "row" for [N,1], "tensor" for (), None for anything else."""
+    """How an int8 layer is scaled: "row" for [N,1], "scalar" for (), None for anything else."""
     scale, weight = layer.specs.get("weight_scale"), layer.specs.get("weight")
     if scale is None or weight is None or not weight.shape:
         return None
     if scale.shape == ():
-        return "tensor"
+        return "scalar"
     return "row" if scale.shape == (weight.shape[0], 1) else None
 
 
