@@ -22,26 +22,40 @@ find_python() {
     for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             command -v "$candidate"
-            return
+            return 0
         fi
     done
-    die "Python 3.11 or newer is needed and was not found (set PYTHON to its path)"
+    printf '%s\n' "Python 3.11 or newer is needed and was not found (set PYTHON to its path)" >&2
+    return 1
 }
 
 # make_venv DIR: create it unless it is there and works.
 make_venv() {
     local python
     "$1/bin/python" -c 'import pip' 2>/dev/null && return
-    python="$(find_python)" || exit 1
+    python="$(find_python)" || return 1
     say "creating $1 with $("$python" --version)"
-    "$python" -m venv --clear "$1" || die "cannot create $1 (on Debian and Ubuntu: apt install python3-venv)"
+    "$python" -m venv --clear "$1" && return 0
+    printf '%s\n' "cannot create $1 (on Debian and Ubuntu: apt install python3-venv)" >&2
+    return 1
+}
+
+# pip_install VENV ARGUMENTS...: quiet unless it fails.
+pip_install() {
+    local venv="$1" log code=0
+    shift
+    log="$(mktemp)"
+    ${PIP_TIME_LIMIT:-} "$venv/bin/python" -m pip install -q "$@" >"$log" 2>&1 </dev/null || code=$?
+    [ $code -eq 0 ] || cat "$log" >&2
+    rm -f "$log"
+    return $code
 }
 
 # install_project VENV [EXTRA]: a normal (not editable) install, with the dependencies pinned by constraints.txt.
 # Dependencies are looked at again only when a file that names them changed; the project is installed every time.
 install_project() {
     local venv="$1" extra="${2:-}" stamp want stage
-    make_venv "$venv"
+    make_venv "$venv" || return 1
     stamp="$venv/.qconvert-dependencies${extra:+-$extra}"
     want="$(cat "$ROOT/constraints.txt" "$ROOT/pyproject.toml" | cksum)"
     # Built from a copy: setuptools would otherwise leave build/ in the tree and pack stale files from it next time.
@@ -52,15 +66,14 @@ install_project() {
     fi
     if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
         say "installing dependencies${extra:+ (extra: $extra)}"
-        if ! "$venv/bin/python" -m pip install -q -c "$ROOT/constraints.txt" setuptools ||
-            ! "$venv/bin/python" -m pip install -q -c "$ROOT/constraints.txt" --no-build-isolation \
-                "$stage${extra:+[$extra]}"; then
+        if ! pip_install "$venv" -c "$ROOT/constraints.txt" setuptools ||
+            ! pip_install "$venv" -c "$ROOT/constraints.txt" --no-build-isolation "$stage${extra:+[$extra]}"; then
             rm -rf "$stage"
             return 1
         fi
         printf '%s\n' "$want" >"$stamp"
     fi
-    if ! "$venv/bin/python" -m pip install -q --no-deps --no-build-isolation --force-reinstall "$stage"; then
+    if ! pip_install "$venv" --no-deps --no-build-isolation --force-reinstall "$stage"; then
         rm -rf "$stage"
         return 1
     fi

@@ -144,7 +144,6 @@ print("PROBE", code, *loaded, file=sys.stderr)
     ids=" ".join,
 )
 def test_quick_commands_load_neither_torch_nor_numba(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    pytest.importorskip("qconvert.convert.cli")
     file = tmp_path / "model.safetensors"
     write_file(file)
     words = [str(file) if word == "FILE" else word for word in arguments]
