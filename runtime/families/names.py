@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 from qconvert.runtime.families.schema import Component, Detection
@@ -12,33 +13,17 @@ if TYPE_CHECKING:
     from qconvert.formats.tensors import Spec
 
 #: What files put in front of a component's names, as whole-prefix patterns. "" is always tried.
-_PREFIXES: dict[Component, tuple[re.Pattern[str], ...]] = {
-    "diffusion": tuple(
-        map(
-            re.compile,
-            (
-                r"(?:model\.)?diffusion_model\.",
-                r"model\.(?:model\.)?",
-                r"net\.",
-                r"transformer\.",
-                r"unet\.",
-                r"module\.",
-            ),
-        )
+_PREFIXES: dict[Component, re.Pattern[str]] = {
+    "diffusion": re.compile(
+        r"(?:model\.)?diffusion_model\.|model\.(?:model\.)?|net\.|transformer\.|unet\.|module\."
     ),
-    "text_encoder": tuple(
-        map(
-            re.compile,
-            (
-                r"text_encoders\.[^.]+\.(?:transformer\.|model\.)?",
-                r"cond_stage_model\.(?:[^.]+\.)?(?:transformer\.|model\.)?",
-                r"conditioner\.embedders\.\d+\.(?:transformer\.|model\.)?",
-                r"text_encoder(?:_\d)?\.",
-                r"transformer\.",
-            ),
-        )
+    "text_encoder": re.compile(
+        r"text_encoders\.[^.]+\.(?:(?:transformer|model)\.)?"
+        r"|cond_stage_model\.(?:[^.]+\.)?(?:(?:transformer|model)\.)?"
+        r"|conditioner\.embedders\.\d+\.(?:(?:transformer|model)\.)?"
+        r"|text_encoder(?:_\d)?\.|transformer\."
     ),
-    "vae": tuple(map(re.compile, (r"first_stage_model\.", r"(?:video_|audio_)?vae\."))),
+    "vae": re.compile(r"first_stage_model\.|(?:video_|audio_)?vae\."),
 }
 #: No prefix pattern has more parts than this.
 _DEPTH = 4
@@ -47,13 +32,50 @@ _DEPTH = 4
 _CODES = (".qweight", ".weight_packed", ".weight._data")
 
 
-def _plain(pattern: str) -> str | None:
-    """The one string that a pattern without operators matches, None if it has any."""
-    text = pattern.replace(r"\.", "\0")
-    return None if re.search(r"[\\.^$*+?{}\[\]|()]", text) else text.replace("\0", ".")
+_TOKEN = re.compile(r"\(\?:|\\\.|[)|]|\?|[A-Za-z0-9_]")
+_MANY = 64
 
 
-_ONE_STRING: dict[str, str | None] = {}
+@cache
+def strings(pattern: str) -> tuple[str, ...] | None:
+    """All that a pattern of letters, groups, alternatives and options can match; None if it has more in it.
+
+    Most rules are of that kind, and a look-up each is far cheaper than a regular expression on every name.
+    """
+    tokens = _TOKEN.findall(pattern)
+    if "".join(tokens) != pattern:
+        return None
+    #: One entry a group that is open: alternatives that are done, and the texts of the one being read.
+    open_groups: list[tuple[list[str], list[str]]] = [([], [""])]
+    last: list[str] | None = None
+    before: list[str] = []
+    for token in tokens:
+        done, texts = open_groups[-1]
+        if token == "(?:":
+            open_groups.append(([], [""]))
+            last = None
+        elif token == "|":
+            done += texts
+            texts[:] = [""]
+            last = None
+        elif token == "?":
+            if last is None:
+                return None
+            texts[:] = before + [text + end for text in before for end in last]
+            last = None
+        else:
+            if token == ")":
+                open_groups.pop()
+                last = done + texts
+                texts = open_groups[-1][1]
+            else:
+                last = [token[-1]]
+            before = list(texts)
+            texts[:] = [text + end for text in texts for end in last]
+        if len(texts) > _MANY:
+            return None
+    done, texts = open_groups[-1]
+    return tuple(dict.fromkeys(done + texts))
 
 
 class Names:
@@ -65,22 +87,19 @@ class Names:
         self.specs: dict[str, Spec | None] = {
             name[cut:]: spec for name, spec in tensors.items() if name.startswith(prefix)
         }
-        for name in list(self.specs):
-            for codes in _CODES:
-                if name.endswith(codes):
-                    # Packed along either axis: its shape says nothing here.
-                    self.specs.setdefault(name.removesuffix(codes) + ".weight", None)
+        for name in [name for name in self.specs if name.endswith(_CODES)]:
+            layer = next(name.removesuffix(codes) for codes in _CODES if name.endswith(codes))
+            # Packed along either axis: its shape says nothing here.
+            self.specs.setdefault(layer + ".weight", None)
         self._known: dict[str, list[str]] = {}
 
     def matching(self, pattern: re.Pattern[str]) -> list[str]:
         """Names that the pattern matches as a whole."""
         found = self._known.get(pattern.pattern)
         if found is None:
-            if pattern.pattern not in _ONE_STRING:
-                _ONE_STRING[pattern.pattern] = _plain(pattern.pattern)
-            only = _ONE_STRING[pattern.pattern]
-            if only is not None:
-                found = [only] if only in self.specs else []
+            few = strings(pattern.pattern)
+            if few is not None:
+                found = [name for name in few if name in self.specs]
             else:
                 found = [name for name in self.specs if pattern.fullmatch(name)]
             self._known[pattern.pattern] = found
@@ -110,23 +129,22 @@ class Groups:
     def __init__(self, tensors: Mapping[str, Spec]) -> None:
         self._tensors = tensors
         self._made: dict[str, Names] = {}
-        heads: dict[str, None] = {}
+        self._heads: dict[str, None] = {}
         for name in tensors:
             parts = name.split(".", _DEPTH)
             for depth in range(1, len(parts)):
-                heads[".".join(parts[:depth]) + "."] = None
-        self._heads = tuple(heads)
-        self._found: dict[tuple[str, ...], tuple[str, ...]] = {}
+                self._heads[".".join(parts[:depth]) + "."] = None
+        self._found: dict[str, tuple[str, ...]] = {}
 
-    def prefixes(self, component: Component, patterns: Iterable[re.Pattern[str]] | None) -> tuple[str, ...]:
-        """Prefixes in this file that the patterns (or the component's usual ones, with "") describe."""
-        usual = patterns is None
-        asked = tuple(_PREFIXES[component] if patterns is None else patterns)
-        key = (component if usual else "", *(pattern.pattern for pattern in asked))
-        if key not in self._found:
-            found = [head for head in self._heads if any(pattern.fullmatch(head) for pattern in asked)]
-            self._found[key] = tuple(["", *found] if usual else found)
-        return self._found[key]
+    def prefixes(self, component: Component, own: tuple[re.Pattern[str], ...] | None) -> tuple[str, ...]:
+        """Prefixes in this file that a family's own patterns describe, or the component's usual ones and ""."""
+        asked = own or (_PREFIXES[component],)
+        found: list[str] = [] if own else [""]
+        for pattern in asked:
+            if pattern.pattern not in self._found:
+                self._found[pattern.pattern] = tuple(filter(pattern.fullmatch, self._heads))
+            found += self._found[pattern.pattern]
+        return tuple(found)
 
     def names(self, prefix: str) -> Names:
         if prefix not in self._made:
