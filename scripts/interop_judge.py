@@ -45,7 +45,7 @@ class Checkpoint:
     """A safetensors file, read tensor by tensor."""
 
     def __init__(self, path: Path) -> None:
-        self._file = safe_open(path, framework="pt", device="cpu")
+        self._file: Any = safe_open(path, framework="pt", device="cpu")
         self.names = set(self._file.keys())
 
     def __call__(self, name: str) -> torch.Tensor:
