@@ -41,11 +41,16 @@ class Row:
     problem: str = ""
 
 
+def opened(path: Path) -> Any:
+    """Untyped, as the library is."""
+    return safe_open(path, framework="pt", device="cpu")
+
+
 class Checkpoint:
     """A safetensors file, read tensor by tensor."""
 
     def __init__(self, path: Path) -> None:
-        self._file: Any = safe_open(path, framework="pt", device="cpu")
+        self._file = opened(path)
         self.names = set(self._file.keys())
 
     def __call__(self, name: str) -> torch.Tensor:
