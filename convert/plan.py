@@ -47,9 +47,11 @@ def make_plan(
     --component), QConvertError when a name would be written twice.
     """
     names = Names.decide(inventory, target, options.keep_prefix, options.component, options.rename)
-    book = RoleBook(inventory, target)
+    book = RoleBook(checkpoint, target, contracts)
     planner = _Planner(checkpoint, inventory, target, contracts, options, names, book)
-    actions = [planner.action(layer) for layer in inventory.layers.values() if names.selected(layer.prefix)]
+    chosen = [layer for layer in inventory.layers.values() if names.selected(layer.prefix)]
+    planner.notes += book.refuse_or_note(layer.prefix for layer in chosen)
+    actions = planner.actions(chosen)
     planner.check_keeps()
     loose = []
     for tensor in inventory.loose:
@@ -75,7 +77,7 @@ def make_plan(
         drops=tuple(planner.drops),
         findings=tuple(inventory.all_findings()),
         metadata=metadata,
-        notes=tuple(names.notes + book.notes + planner.notes),
+        notes=tuple(names.notes + planner.notes),
         strip=names.strip,
         quality=options.quality,
         dtype=options.dtype,
@@ -107,6 +109,26 @@ class _Planner:
         for text, _ in self.keeps:
             if text not in self.kept:
                 raise UsageError(f"--keep {text!r} matches no layer")
+
+    def actions(self, layers: list[Layer]) -> list[Action]:
+        """One action a layer; layers that the runtime fuses take one form, or none of them is quantised."""
+        actions = {layer.prefix: self.action(layer) for layer in layers}
+        for group in self.book.fused_groups(actions):
+            forms = {
+                (actions[name].codec.name, str(actions[name].codec.marker(actions[name].options)))
+                for name in group
+            }
+            if len(forms) < 2:
+                continue
+            reason = (
+                f"fused at load with {', '.join(n.rpartition('.')[2] for n in group)}, which differ in form"
+            )
+            for name in group:
+                layer = actions[name].layer
+                self.drops = [drop for drop in self.drops if drop.tensor.rpartition(".")[0] != name]
+                plain = self._decode if layer.quantised else self._keep
+                actions[name] = plain(layer, actions[name].role, reason)
+        return list(actions.values())
 
     def action(self, layer: Layer) -> Action:
         role = self.book.role(layer)
@@ -184,6 +206,8 @@ class _Planner:
                 layer, role, codec, options
             )
             if reason is None:
+                if options.get("full_precision") and self.book.no_full_precision(layer):
+                    options = options | {"full_precision": False}
                 return codec, options
             reasons.append(reason)
         return reasons[0] if reasons else f"K = {layer.k} is a multiple of no ConvRot group that is served"
