@@ -114,7 +114,7 @@ class Names:
         for shape in rule.shapes:
             specs = (self.specs[name] for name in self.matching(shape.tensor))
             sizes = {spec.shape[shape.dim] for spec in specs if spec and len(spec.shape) > shape.dim}
-            if sizes.isdisjoint(shape.one_of):
+            if not shape.holds(sizes):
                 return False
         return True
 

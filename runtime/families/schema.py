@@ -50,11 +50,17 @@ class FamilyDataError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ShapeRule:
-    """Some tensor whose name matches has one of these sizes in dimension `dim`."""
+    """Some tensor whose name matches has in dimension `dim` one of these sizes, or (`none_of`) another size."""
 
     tensor: re.Pattern[str]
     dim: int
-    one_of: tuple[int, ...]
+    one_of: frozenset[int] | None = None
+    none_of: frozenset[int] | None = None
+
+    def holds(self, sizes: set[int]) -> bool:
+        if self.one_of is not None:
+            return not sizes.isdisjoint(self.one_of)
+        return bool(sizes - (self.none_of or frozenset()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +182,12 @@ class _Table:
             raise self.fail(f"{key!r} is negative")
         return found
 
+    def sizes(self, key: str) -> frozenset[int] | None:
+        found = self.value(key, list)
+        if found and not all(isinstance(size, int) and not isinstance(size, bool) for size in found):
+            raise self.fail(f"{key!r} must be a list of integers")
+        return frozenset(found) if found else None
+
     def pattern(self, key: str) -> re.Pattern[str]:
         return self.compile(key, self.text(key))
 
@@ -204,11 +216,14 @@ class _Table:
 def _detection(table: _Table) -> Detection:
     shapes = []
     for item in table.tables("shape"):
-        sizes = item.value("one_of", list, needed=True)
-        if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
-            raise item.fail("'one_of' must be a list of integers")
-        shapes.append(ShapeRule(item.pattern("tensor"), item.number("dim") or 0, tuple(sizes)))
+        shapes.append(
+            ShapeRule(
+                item.pattern("tensor"), item.number("dim") or 0, item.sizes("one_of"), item.sizes("none_of")
+            )
+        )
         item.done()
+        if (shapes[-1].one_of is None) == (shapes[-1].none_of is None):
+            raise item.fail("needs either 'one_of' or 'none_of'")
     return Detection(
         required=table.patterns("required"),
         forbidden=table.patterns("forbidden"),

@@ -91,6 +91,8 @@ def test_a_good_file() -> None:
         ('members = ["q", "k"]', 'members = ["q"]', "at least two"),
         ("required = ['blocks\\.0\\.q\\.weight']", "forbidden = ['x']", "'required' is missing"),
         ("one_of = [8, 16]", "one_of = [8, '16']", "list of integers"),
+        ("one_of = [8, 16]", "dim = 0", "either 'one_of' or 'none_of'"),
+        ("one_of = [8, 16]", "one_of = [8], none_of = [9]", "either 'one_of' or 'none_of'"),
         ('id = "big"', 'id = "big"\nprefixes = ["x"]', "takes no 'prefixes'"),
         ('id = "toy"', 'id = "toy', "Illegal character"),
         ('runtime = "sglang"\nstem', 'runtime = "slang"\nstem', "'runtime' is 'slang'"),
@@ -198,6 +200,14 @@ def test_a_tiny_model_of_the_same_form_has_the_same_rules() -> None:
     assert (match.family.id, match.variant) == ("qwen3_vl", "minimax_h3")
     (match,) = detect({**header, "model.norm.weight": Spec("BF16", (256,))})
     assert (match.family.id, match.variant) == ("qwen3_vl", None)
+    (match,) = detect({name: spec for name, spec in header.items() if "visual" not in name})
+    assert (match.family.id, match.variant) == ("qwen3_vl", "minimax_h3")
+    assert len(match.runtime_rules(SGLANG, "w4a8").missing()) == 1
+
+
+def test_a_cut_qwen3_stays_a_qwen3() -> None:
+    match = match_of("qwen3_4b", drop=r"layers\.(2[7-9]|3\d)|model\.norm")
+    assert (match.family.id, match.variant) == ("qwen3", "4B")
 
 
 def test_qwen_image_21_in_sglang() -> None:
@@ -231,7 +241,8 @@ def test_z_image_and_minimax_h3_in_sglang() -> None:
     match = match_of("minimax_h3_full", prefix="model.diffusion_model.")
     for target in ("mxfp8", "nvfp4", "int8", "w4a8", "float8"):
         rules = match.runtime_rules(SGLANG, target)
-        assert (rules.refuse_target(), rules.strip_prefix(), rules.notes()) == (None, None, ())
+        assert (rules.refuse_target(), rules.strip_prefix()) == (None, None)
+        assert bool(rules.notes()) == (target != "int8")
         assert rules.keep_unquantised("model.diffusion_model.final_layer.video_out")
         assert rules.keep_unquantised("model.diffusion_model.blocks.7.mlp.fc2") is None
         qkv = rules.no_full_precision("model.diffusion_model.blocks.7.attn.qkv_proj")
@@ -285,6 +296,8 @@ def test_names_of_formats_and_versions() -> None:
         assert match.runtime_rules(runtime, "something_else").single_file()
         assert match.runtime_rules(runtime, "something_else").refuse_target() is None
     assert match.runtime_rules("sglangish", "mxfp8").rules == ()
+    assert "Qwen3-VL's encoder only" in match.runtime_rules("sglang", "w4a8").notes()[0]
+    assert match_of("qwen3vl_8b").runtime_rules("sglang", "w4a8").notes() == ()
 
 
 def test_every_text_for_people_is_one_line_without_a_full_stop() -> None:
