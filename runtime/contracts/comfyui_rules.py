@@ -42,7 +42,7 @@ def _marker(kind: Kind, layer: str, marker: Mapping[str, Any]) -> Iterator[Viola
         message = f"Unknown quantization format for layer {layer}"
         yield Violation("refuse", "format-missing", message, layer, marker_text(marker), "a format key")
         return
-    if name not in LAYOUTS:
+    if not isinstance(name, str) or name not in LAYOUTS:
         expected = ", ".join(LAYOUTS)
         yield Violation("refuse", "format-unknown", f"KeyError: {name!r}", layer, str(name), expected)
         return

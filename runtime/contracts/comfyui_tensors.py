@@ -148,8 +148,8 @@ def _tiles(layer: Layer, scale: Spec, rows: int, blocks: int, dtypes: tuple[str,
     """Swizzled scales must be padded to whole tiles of 128 rows by 4 blocks."""
     wanted = Spec(dtypes[0], (up(rows, 128), up(blocks, 4)))
     if scale.dtype not in dtypes or scale.shape != wanted.shape:
-        # The tile view that fails names what it wanted: row tiles, block tiles, and the shape of one tile.
-        tiles = [wanted.shape[0] // 128, 4, 32, wanted.shape[1] // 4, 4]
+        # The view that fails names what it wanted: tiles of rows, tiles of blocks, and one tile.
+        tiles = [wanted.shape[0] // 128, wanted.shape[1] // 4, 4, 32, 4]
         message = f"RuntimeError shape '{tiles}' is invalid for input of size {_elements(scale)}"
         if scale.dtype not in dtypes:
             message = f"block scales of type {scale.dtype} are not read as bytes"

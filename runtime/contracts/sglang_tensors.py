@@ -138,7 +138,7 @@ def _misfit(layer: Layer, param: Param, spec: Spec, n: int, k: int) -> Violation
     elif name == FP8 and suffix == "weight" and spec.dtype in FLOATS | {"F8_E5M2"}:
         rule, severity = "fp8-weight-dtype", "trap"
         message = "the marker says float8_e4m3fn and the weight is something else: its values would be cast"
-    elif name in (NVFP4, MXFP8) and suffix.startswith("weight_scale") and _is_padded(name, spec, n, k):
+    elif spec.shape not in param.shapes and _is_padded(name, suffix, spec, n, k):
         rule, message = "swizzle-padded", "block scales padded to whole tiles are not taken"
     elif name == W4A8 and suffix == "weight_s_rel" and _is_six_bit(layer, spec, k):
         rule, message = "w4a8-six-bit", SIX_BIT
@@ -151,9 +151,10 @@ def _misfit(layer: Layer, param: Param, spec: Spec, n: int, k: int) -> Violation
     )
 
 
-def _is_padded(name: str, spec: Spec, n: int, k: int) -> bool:
-    block = 16 if name == NVFP4 else 32
-    return spec.shape == (up(n, 128), up(-(-k // block), 4))
+def _is_padded(name: str | None, suffix: str, spec: Spec, n: int, k: int) -> bool:
+    block = {NVFP4: 16, MXFP8: 32}.get(str(name))
+    scale = suffix in ("weight_scale", "weight_scale_inv")
+    return block is not None and scale and spec.shape == (up(n, 128), up(-(-k // block), 4))
 
 
 def _is_six_bit(layer: Layer, spec: Spec, k: int) -> bool:
