@@ -81,9 +81,9 @@ def detect(tensors: Mapping[str, Spec]) -> tuple[FamilyMatch, ...]:
 def owner(matches: tuple[FamilyMatch, ...], layer: str) -> FamilyMatch | None:
     """The match that a layer belongs to: of those that hold it, the one with the longest prefix that knows it."""
     holding = [match for match in matches if match.owns(layer)]
-    return max(
-        holding, key=lambda match: (len(match.prefix), match.role(layer).kind != "other"), default=None
-    )
+    if len(holding) < 2:
+        return holding[0] if holding else None
+    return max(holding, key=lambda match: (len(match.prefix), match.role(layer).kind != "other"))
 
 
 def generic_role(layer: str, spec: Spec) -> Role:
