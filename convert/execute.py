@@ -72,6 +72,7 @@ class _Task:
     parts: list[PartOut]
     factor: F32 | None
     pending: int = 0
+    unwritten: int = 0
     statistics: dict[int, Any] = field(default_factory=dict)
     common: Codes = field(default_factory=dict)
     energies: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -274,7 +275,9 @@ class Executor:
         self._push_front(self._encode_jobs(task))
 
     def _encode_jobs(self, task: _Task) -> list[Callable[[], None]]:
-        return [self._encode_job(task, a) for a in range(0, task.action.layer.n, task.rows)]
+        starts = range(0, task.action.layer.n, task.rows)
+        task.unwritten = len(starts)
+        return [self._encode_job(task, a) for a in starts]
 
     def _encode_job(self, task: _Task, a: int) -> Callable[[], None]:
         def job() -> None:
@@ -302,6 +305,10 @@ class Executor:
                 if a == 0 or b == layer.n:
                     self._probe(task, a, x[:PROBE_ROWS], y[:PROBE_ROWS])
             self._store(task, action.codec.store(codes, action.options, layer.k), a, b)
+            with task.lock:
+                task.unwritten -= 1
+                if not task.unwritten:
+                    task.reader.release()
             self.progress(layer.nbytes * (b - a) // max(layer.n * max(layer.experts, 1), 1))
 
         return job

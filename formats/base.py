@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -77,6 +77,9 @@ class Group:
     #: `scaled_fp8` sentinel in the file.
     legacy_fp8: bool = False
     legacy_full_precision: bool = False
+    #: config.json beside the file ({} when there is none), and the header's string entries.
+    config: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, *suffixes: str) -> bool:
         return all(suffix in self.tensors for suffix in suffixes)
@@ -103,6 +106,9 @@ class Codec(ABC):
     name: str
     #: Values of "format" in a ComfyUI marker that mean this codec.
     marker_formats: tuple[str, ...] = ()
+    #: Suffixes whose presence makes a layer of a name: `<layer>.<anchor>`. Tensors named below an anchor
+    #: (`weight.absmax`, `weight:_data`) belong to the same layer under that longer suffix.
+    anchors: tuple[str, ...] = ("weight",)
     #: Codecs with the same family share their codes.
     family: str
     #: Whether `encode` exists; some formats are only read.

@@ -20,6 +20,11 @@ from qconvert.formats.tensors import TensorSpec
 #: Tensors of a layer that no codec owns but that belong to it by right.
 COMPANIONS = frozenset({"bias", "input_scale", "scale_input", "pre_quant_scale"})
 SENTINEL = "scaled_fp8"
+#: How the bits of a format may lie where its marker does not say: keys of --assume, and their values.
+LAYOUT_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
+    "nvfp4": {"scales": ("swizzled", "linear"), "nibbles": ("high", "low")},
+    "mxfp8": {"scales": ("swizzled", "linear")},
+}
 #: Weights of these types cannot be plain values.
 QUANTISED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "F4"})
 
@@ -42,6 +47,8 @@ class Layer:
     marker: dict[str, Any] | None = None
     findings: list[Finding] = field(default_factory=list)
     experts: int = 0
+    #: The user said what it is (--assume): values do not overrule that.
+    assumed: bool = False
 
     @property
     def quantised(self) -> bool:
@@ -99,6 +106,8 @@ class Assumption:
     text: str
     pattern: re.Pattern[str]
     marker: Mapping[str, Any]
+    #: What no marker can say: how the bits lie.
+    layout: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_assumption(text: str) -> Assumption:
@@ -109,16 +118,23 @@ def parse_assumption(text: str) -> Assumption:
         known = ", ".join(known_formats())
         raise UsageError(f"--assume {text!r}", expected=f"REGEX=FORMAT[,key=value], FORMAT one of {known}")
     marker: dict[str, Any] = {"format": name}
+    layout: dict[str, str] = {}
     for pair in pairs:
         key, found, value = pair.partition("=")
         if not found:
             raise UsageError(f"--assume {text!r}: {pair!r} is not key=value")
+        allowed = LAYOUT_KEYS.get(name, {}).get(key)
+        if allowed is not None:
+            if value not in allowed:
+                raise UsageError(f"--assume {text!r}: {key}={value}", expected=f"{key}={'|'.join(allowed)}")
+            layout[key] = value
+            continue
         try:
             marker[key] = json.loads(value)
         except ValueError:
             marker[key] = value
     try:
-        return Assumption(text, re.compile(regex), marker)
+        return Assumption(text, re.compile(regex), marker, layout)
     except re.error as error:
         raise UsageError(f"--assume {text!r}: {error}") from None
 
@@ -136,32 +152,64 @@ def take_inventory(checkpoint: Checkpoint, assume: Sequence[Assumption] = ()) ->
     layers: dict[str, Layer] = {}
     for prefix, tensors in groups.items():
         state = markers.get(prefix, Markers())
+        assumed: Assumption | None = None
         for assumption in assume:
-            if tensors["weight"].dtype in QUANTISED_DTYPES and assumption.pattern.search(prefix):
+            if _looks_quantised(tensors) and assumption.pattern.search(prefix):
                 state = Markers([("command line", dict(assumption.marker))])
                 unused.discard(assumption.text)
+                assumed = assumption
                 break
         legacy, full = _legacy(prefix, sentinels)
-        group = Group(prefix, {s: t.spec for s, t in tensors.items()}, legacy, full)
+        specs = {suffix: tensor.spec for suffix, tensor in tensors.items()}
+        group = Group(prefix, specs, legacy, full, checkpoint.config, checkpoint.metadata)
         layer = _recognise(checkpoint, group, tensors, state)
         if layer is None:
             loose.extend(tensors.values())
         else:
+            if assumed is not None:
+                _assume(layer, assumed)
             layers[prefix] = layer
     if unused:
         raise UsageError(f"--assume {min(unused)!r} fits no quantised layer")
     return Inventory(layers, loose, sentinels, findings)
 
 
+def _assume(layer: Layer, assumed: Assumption) -> None:
+    """What the user says of how bits lie, where the shapes allow it; what was only guessed is no guess any more."""
+    layer.assumed = True
+    scales = assumed.layout.get("scales")
+    if scales is not None and scales != layer.options["scales"]:
+        block = 16 if layer.codec.name == "nvfp4" else 32
+        if layer.n % 128 or layer.k % (4 * block):
+            source = layer.options.get("source", "weight_scale")
+            raise UsageError(
+                f"--assume {assumed.text!r}: the shape of {source} says that scales are {layer.options['scales']}",
+                layer=layer.prefix,
+                found=str(layer.tensors[source].spec),
+            )
+    layer.options.update(assumed.layout)
+    layer.findings = [
+        Finding("note", f.message, f.layer, f.evidence) if f.level == "guess" else f for f in layer.findings
+    ]
+
+
 def _group(
     checkpoint: Checkpoint,
 ) -> tuple[dict[str, dict[str, TensorSpec]], list[TensorSpec], list[TensorSpec]]:
-    prefixes = {name.removesuffix(".weight") for name in checkpoint.tensors if name.endswith(".weight")}
+    """Tensors by layer prefix and suffix; those of no layer; sentinels and markers of no layer."""
+    anchors = {anchor for item in CODECS for anchor in item.anchors}
+    prefixes = set()
+    for name in checkpoint.tensors:
+        for anchor in anchors:
+            if name.endswith(anchor) and name[: -len(anchor)].endswith("."):
+                prefixes.add(name[: -len(anchor) - 1])
     groups: dict[str, dict[str, TensorSpec]] = {}
     loose: list[TensorSpec] = []
     sentinels: list[TensorSpec] = []
     for name, tensor in checkpoint.tensors.items():
         prefix, _, suffix = name.rpartition(".")
+        if suffix != SENTINEL and prefix not in prefixes:
+            prefix, suffix = _below_anchor(name, prefixes, anchors)
         if suffix == SENTINEL:
             sentinels.append(tensor)
         elif prefix in prefixes:
@@ -171,6 +219,16 @@ def _group(
         else:
             loose.append(tensor)
     return groups, loose, sentinels
+
+
+def _below_anchor(name: str, prefixes: set[str], anchors: set[str]) -> tuple[str, str]:
+    """(layer, suffix) of a tensor named below an anchor: `a.weight.absmax` is `weight.absmax` of layer `a`."""
+    for anchor in anchors:
+        for mark in (".", ":"):
+            cut = name.rfind(f".{anchor}{mark}")
+            if cut > 0 and name[:cut] in prefixes:
+                return name[:cut], name[cut + 1 :]
+    return "", name
 
 
 def _legacy(prefix: str, sentinels: list[TensorSpec]) -> tuple[bool, bool]:
@@ -185,7 +243,7 @@ def _legacy(prefix: str, sentinels: list[TensorSpec]) -> tuple[bool, bool]:
 def _recognise(
     checkpoint: Checkpoint, group: Group, tensors: dict[str, TensorSpec], state: Markers
 ) -> Layer | None:
-    weight = group.tensors["weight"]
+    plain = "weight" in group.tensors and group.tensors["weight"].dtype in FLOATS
     findings = list(state.findings)
     claims: list[tuple[str, dict[str, Any], Recognition]] = []
     reasons: list[str] = []
@@ -196,8 +254,8 @@ def _recognise(
                 f"format {marker['format']!r} is unknown" if marker["format"] else "no format is named"
             )
             continue
-        if weight.dtype in FLOATS:
-            reasons.append(f"marked {marker['format']} but the weight is {weight.dtype}")
+        if plain:
+            reasons.append(f"marked {marker['format']} but the weight is {group.tensors['weight'].dtype}")
             continue
         got = named.recognise(group, marker)
         if isinstance(got, str):
@@ -217,11 +275,11 @@ def _recognise(
                 )
             )
         findings.extend(got.findings)
-        return _layer(got, tensors, findings, marker)
+        return _layer(group.prefix, got, tensors, findings, marker)
     for candidate in CODECS:
         got = candidate.recognise(group, None)
         if isinstance(got, str):
-            if weight.dtype in QUANTISED_DTYPES and candidate.name != "plain":
+            if candidate.name != "plain":
                 reasons.append(f"{candidate.name}: {got}")
             continue
         if state.candidates and not reasons:
@@ -232,9 +290,9 @@ def _recognise(
                 Finding(level, f"marker not believed: {reasons[0]}; taken as {got.codec}", group.prefix)
             )
         findings.extend(got.findings)
-        return _layer(got, tensors, findings, None)
-    if weight.dtype in QUANTISED_DTYPES:
-        spec = tensors["weight"]
+        return _layer(group.prefix, got, tensors, findings, None)
+    if _looks_quantised(tensors):
+        spec = next(iter(tensors.values()))
         raise QConvertError(
             "no known format explains this quantised weight",
             file=str(checkpoint.files[spec.file]),
@@ -248,10 +306,18 @@ def _recognise(
     return None
 
 
+def _looks_quantised(tensors: Mapping[str, TensorSpec]) -> bool:
+    """Whether a weight cannot be plain values: packed under another name, or of a type that needs a scale."""
+    return "weight" not in tensors or tensors["weight"].dtype in QUANTISED_DTYPES
+
+
 def _layer(
-    got: Recognition, tensors: dict[str, TensorSpec], findings: list[Finding], marker: dict[str, Any] | None
+    prefix: str,
+    got: Recognition,
+    tensors: dict[str, TensorSpec],
+    findings: list[Finding],
+    marker: dict[str, Any] | None,
 ) -> Layer:
-    prefix = tensors["weight"].name.removesuffix(".weight")
     return Layer(
         prefix, got.n, got.k, codec(got.codec), got.options, tensors, got.owned, marker, findings, got.experts
     )

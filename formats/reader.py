@@ -74,6 +74,11 @@ class LayerReader:
                 self._kept[suffix] = kept
             return kept
 
+    def release(self) -> None:
+        """Forget what `whole` kept: the layer is done."""
+        with self._lock:
+            self._kept.clear()
+
     def row_bytes(self, suffix: str) -> int:
         """Bytes of one row of a tensor."""
         tensor, shape, _ = self._span(suffix)

@@ -1,0 +1,216 @@
+"""Which nibble of a byte comes first? Told from values, one answer for a file.
+
+Swapping nibbles exchanges each even column with its neighbour. In one matrix that is only another order of
+columns; but the columns are the channels of what flows in, and other tensors that no swap touches know the same
+channels: norms and biases (and pre_quant_scale) by element, layers that write those channels by row, layers in
+another format by column. If a strong channel there is a strong (or a weak) column here, then
+
+* the sums of the two columns of a byte follow the channels whatever the order: they say how both hang together,
+* the differences of the two follow them with the same sign if the order is right, with the opposite sign if not.
+
+Each pair of channels gives one vote, summed over all matrices and references; under chance a vote's sign is a coin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.layers import Inventory, Layer
+from qconvert.formats.sample import (
+    BAND,
+    HIGH_SQUARED,
+    LOW_SQUARED,
+    bands,
+    block_scales,
+    floats,
+    reader,
+    spread,
+)
+from qconvert.formats.tensors import TensorSpec
+
+#: Bytes read for column energies, and for the references' row and column energies.
+BUDGET, REFERENCE_BUDGET = 20 << 20, 16 << 20
+MAX_MATRICES, MAX_VECTORS, MAX_WRITERS = 48, 256, 24
+MAX_ROWS = 512
+#: Channels a dimension must have for its votes to mean anything.
+MIN_CHANNELS = 64
+#: Correlation of sums, in standard errors, from which on a matrix and a reference are taken to be related.
+RELATED = 4.0
+#: An answer needs this many standard deviations, this share of votes, this many matrices.
+MIN_Z, MIN_SHARE, MIN_RELATED = 6.0, 0.65, 2
+
+_FLOATS = ("BF16", "F16", "F32", "F64")
+Votes = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class NibbleScore:
+    """`pairs` of channels voted in the dimension that tells most, `high` of them for high nibble first."""
+
+    z: float
+    pairs: int
+    high: int
+    matrices: int
+    references: int
+    #: Another dimension of the model says the opposite.
+    torn: bool = False
+
+    @property
+    def verdict(self) -> str | None:
+        """high, low, or None where values do not tell."""
+        share = max(self.high, self.pairs - self.high) / max(self.pairs, 1)
+        if self.torn or abs(self.z) < MIN_Z or share < MIN_SHARE or self.matrices < MIN_RELATED:
+            return None
+        return "high" if self.z > 0 else "low"
+
+    def words(self) -> str:
+        if not self.matrices:
+            return "no other tensor of the file shares the channel order of these columns"
+        first = "high" if self.z > 0 else "low"
+        agree = self.high if self.z > 0 else self.pairs - self.high
+        return (
+            f"with {first} nibble first {agree} of {self.pairs} pairs of columns agree with norms, biases and "
+            f"rows of other layers (z {abs(self.z):.1f}, {self.matrices} matrices, {self.references} references)"
+        )
+
+
+def nibble_order(checkpoint: Checkpoint, inventory: Inventory, layers: Sequence[Layer]) -> NibbleScore:
+    """The score of nvfp4 `layers`, whose scale layout is settled; their nibble options are not looked at."""
+    subjects: dict[int, list[Votes]] = {}
+    chosen = spread([layer for layer in layers if layer.k >= MIN_CHANNELS], MAX_MATRICES)
+    for layer in chosen:
+        subjects.setdefault(layer.k, []).append(_columns(checkpoint, layer, BUDGET // len(chosen)))
+    scores = [
+        _vote(np.stack(vectors), references)
+        for k, vectors in subjects.items()
+        if (references := _references(checkpoint, inventory, k))
+    ]
+    if not scores:
+        return NibbleScore(0.0, 0, 0, 0, 0)
+    best = max(scores, key=lambda score: abs(score.z))
+    torn = any(score.z * best.z < 0 and abs(score.z) > MIN_Z for score in scores)
+    return NibbleScore(best.z, best.pairs, best.high, best.matrices, best.references, torn)
+
+
+def _vote(subjects: Votes, references: list[Votes]) -> NibbleScore:
+    others = np.stack(references)
+    sums, differences = _split(subjects)
+    other_sums, other_differences = _split(others)
+    pairs = sums.shape[1]
+    related = sums @ other_sums.T
+    related[np.abs(related) < RELATED / np.sqrt(pairs)] = 0
+    votes = (differences * (related @ other_differences)).sum(axis=0)
+    # Wilcoxon's signed ranks: no single pair of channels, however extreme, can decide.
+    ranks = np.argsort(np.argsort(np.abs(votes))) + 1.0
+    z = float((np.sign(votes) * ranks).sum() / np.sqrt((ranks * ranks).sum())) if votes.any() else 0.0
+    return NibbleScore(
+        z,
+        pairs,
+        int((votes > 0).sum()),
+        int(related.any(axis=1).sum()),
+        int(related.any(axis=0).sum()),
+    )
+
+
+def _split(vectors: Votes) -> tuple[Votes, Votes]:
+    """Sums of the two channels of a byte, rid of slow trends along the channels, and their differences."""
+    ranks = np.argsort(np.argsort(vectors, axis=1), axis=1).astype(np.float64)
+    even, odd = ranks[:, 0::2], ranks[:, 1::2]
+    sums = even + odd
+    sums = sums - (np.roll(sums, 1, axis=1) + np.roll(sums, -1, axis=1)) / 2
+    return _unit(sums), _unit(even - odd)
+
+
+def _unit(x: Votes) -> Votes:
+    x = x - x.mean(axis=1, keepdims=True)
+    length = np.sqrt((x * x).sum(axis=1, keepdims=True))
+    return np.asarray(x / np.where(length > 0, length, 1), np.float64)
+
+
+def _columns(checkpoint: Checkpoint, layer: Layer, budget: int) -> Votes:
+    """Energy of each column as stored with high nibble first, rows brought to equal strength."""
+    stored = reader(checkpoint, layer)
+    energy = np.zeros(layer.k)
+    for a, b in bands(layer.n, min(MAX_ROWS, budget // (layer.k // 2))):
+        packed = stored.rows("weight", a, b).view(np.uint8).reshape(b - a, layer.k // 2)
+        scales = block_scales(stored, a, b, layer.options) ** 2
+        row = scales.mean(axis=1, keepdims=True)
+        weights = np.repeat(scales / np.where(row > 0, row, 1), 8, axis=1)
+        energy[0::2] += (HIGH_SQUARED[packed] * weights).sum(axis=0)
+        energy[1::2] += (LOW_SQUARED[packed] * weights).sum(axis=0)
+    return energy
+
+
+def _references(checkpoint: Checkpoint, inventory: Inventory, k: int) -> list[Votes]:
+    """Everything else in the file that has a number for each of k channels, in an order that no swap touches."""
+    vectors = spread([t for t in checkpoint.tensors.values() if _is_vector(t, k)], MAX_VECTORS)
+    found = [np.abs(_values(checkpoint, tensor)).astype(np.float64) for tensor in vectors]
+    writers = [layer for layer in inventory.layers.values() if layer.n == k and layer.ndim == 2]
+    budget = REFERENCE_BUDGET
+    for layer in spread(writers, MAX_WRITERS):
+        rows, used = _rows(checkpoint, layer, budget)
+        budget -= used
+        found += rows
+    readers = [layer for layer in inventory.layers.values() if layer.k == k and layer.ndim == 2]
+    for layer in spread([layer for layer in readers if _is_direct(layer)], MAX_WRITERS):
+        found.append(_direct(checkpoint, layer))
+    return [vector for vector in found if np.isfinite(vector).all() and len(np.unique(vector)) > k // 16]
+
+
+def _is_vector(tensor: TensorSpec, k: int) -> bool:
+    return tensor.dtype in _FLOATS and tensor.shape in ((k,), (k, 1), (1, k))
+
+
+def _values(checkpoint: Checkpoint, tensor: TensorSpec) -> NDArray[np.float32]:
+    return floats(checkpoint.read(tensor.name).reshape(-1), tensor.dtype)
+
+
+def _rows(checkpoint: Checkpoint, layer: Layer, budget: int) -> tuple[list[Votes], int]:
+    """Energy of each row of a layer whose outputs are the channels, and the bytes that it took to learn it."""
+    stored = reader(checkpoint, layer)
+    if layer.codec.name == "nvfp4":
+        # Block scales alone say how strong a row is, at a ninth of the bytes.
+        cost = layer.n * layer.k // 16
+        if cost > budget:
+            return [], 0
+        parts = [(block_scales(stored, a, b, layer.options) ** 2).mean(axis=1) for a, b in _all(layer.n)]
+        return [np.concatenate(parts).astype(np.float64)], cost
+    if layer.codec.name == "int8" and layer.options["scale"] == "row":
+        raw = stored.whole("weight_scale").reshape(-1)
+        return [np.abs(floats(raw, stored.dtype("weight_scale"))).astype(np.float64)], raw.nbytes
+    cost = layer.first.nbytes
+    if layer.codec.name not in ("plain", "float8") or cost > budget:
+        return [], 0
+    dtype = layer.first.dtype
+    energies = []
+    for a, b in _all(layer.n):
+        x = floats(stored.rows("weight", a, b).reshape(b - a, layer.k), dtype).astype(np.float64)
+        energies.append((x * x).mean(axis=1))
+    return [np.concatenate(energies)], cost
+
+
+def _all(n: int) -> Iterator[tuple[int, int]]:
+    for a in range(0, n, BAND):
+        yield a, min(a + BAND, n)
+
+
+def _is_direct(layer: Layer) -> bool:
+    """Whether columns of the stored weight are the channels, one number each."""
+    return layer.codec.name in ("plain", "float8") or (
+        layer.codec.name == "int8" and not layer.options["rotation"]
+    )
+
+
+def _direct(checkpoint: Checkpoint, layer: Layer) -> Votes:
+    """Energy of each column of a layer that is not packed, from a few rows."""
+    stored = reader(checkpoint, layer)
+    energy = np.zeros(layer.k)
+    for a, b in bands(layer.n, BAND * 2):
+        x = floats(stored.rows("weight", a, b).reshape(b - a, layer.k), layer.first.dtype).astype(np.float64)
+        row = (x * x).mean(axis=1, keepdims=True)
+        energy += (x * x / np.where(row > 0, row, 1)).sum(axis=0)
+    return energy

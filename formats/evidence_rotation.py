@@ -1,0 +1,138 @@
+"""Is a weight stored rotated (ConvRot), and by which group? Told from values.
+
+Weights as trained have columns of unequal strength and heavy tails. A rotation mixes each run of columns, after
+which both are nearly gone: columns are alike and values nearly normal. So codes are taken into the plain basis
+under each assumption, and the one that gives natural weights is the right one. On random weights all look alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.layers import Layer
+from qconvert.formats.sample import F32, bands, reader, spread
+
+#: Bytes of codes that are read for one pool of layers.
+BUDGET = 6 << 20
+MAX_LAYERS = 24
+MAX_ROWS = 256
+GROUPS = (4, 16, 64, 256, 1024)
+#: Least gain in excess kurtosis, least standard errors of both measures, least share of layers that agree.
+MIN_KURTOSIS, MIN_Z, MIN_SHARE = 0.05, 6.0, 0.75
+
+_H4 = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32) / np.float32(2)
+
+
+@dataclass(frozen=True, slots=True)
+class RotationScore:
+    """Mean excess kurtosis and unevenness of columns in the plain basis, by the group assumed (0 for none)."""
+
+    claimed: int
+    kurtosis: dict[int, float]
+    columns: dict[int, float]
+    best: int
+    #: Standard errors between `best` and the runner-up, or `claimed` where that is another.
+    z: float
+    share: float
+    layers: int
+
+    @property
+    def verdict(self) -> int | None:
+        """The group that values speak for (0: not rotated), None where they do not tell."""
+        if self.layers < 2 or self.z < MIN_Z or self.share < MIN_SHARE:
+            return None
+        return self.best
+
+    def words(self) -> str:
+        other = self._other()
+        return (
+            f"excess kurtosis {self.kurtosis[self.best]:.2f} and unevenness of columns "
+            f"{self.columns[self.best]:.3f} {_assumed(self.best)}, {self.kurtosis[other]:.2f} and "
+            f"{self.columns[other]:.3f} {_assumed(other)} (z {self.z:.0f}, {self.layers} layers)"
+        )
+
+    def _other(self) -> int:
+        if self.best != self.claimed:
+            return self.claimed
+        return max((g for g in self.kurtosis if g != self.best), key=lambda g: self.kurtosis[g])
+
+
+def _assumed(group: int) -> str:
+    return f"as rotated by {group}" if group else "as not rotated"
+
+
+def rotation(checkpoint: Checkpoint, layers: Sequence[Layer]) -> RotationScore | None:
+    """The score of int8 layers that have one K and claim one rotation; None where K allows no rotation."""
+    first = layers[0]
+    claimed = int(first.options["rotation"])
+    groups = [0, *(group for group in GROUPS if first.k % group == 0)]
+    if len(groups) == 1:
+        return None
+    chosen = spread(layers, MAX_LAYERS)
+    rows = min(MAX_ROWS, BUDGET // len(chosen) // max(first.k, 1))
+    kurtosis = np.zeros((len(chosen), len(groups)))
+    columns = np.zeros_like(kurtosis)
+    sizes = np.zeros((len(chosen), 2))
+    for i, layer in enumerate(chosen):
+        x = _sample(checkpoint, layer, rows)
+        sizes[i] = x.shape
+        for j, group in enumerate(groups):
+            kurtosis[i, j], columns[i, j] = _measures(x, group)
+    mean = kurtosis.mean(axis=0)
+    j = int(mean.argmax())
+    c = groups.index(claimed) if claimed in groups else None
+    rivals = [c] if c is not None and c != j else [i for i in range(len(groups)) if i != j]
+    rival = max(rivals, key=lambda i: float(mean[i]))
+    count = len(chosen)
+    # Standard errors for normal values: kurtosis 24/n, the columns' mean log energy 2/(R^2 K); two of each.
+    spread_k = np.sqrt((2 * 24 / sizes.prod(axis=1)).sum()) / count
+    spread_c = np.sqrt((2 * 2 / (sizes[:, 0] ** 2 * sizes[:, 1])).sum()) / count
+    gain_k = float(mean[j] - mean[rival])
+    gain_c = float((columns[:, j] - columns[:, rival]).mean())
+    z = min(gain_k / float(spread_k), gain_c / float(spread_c)) if gain_k >= MIN_KURTOSIS else 0.0
+    return RotationScore(
+        claimed,
+        {group: float(value) for group, value in zip(groups, mean, strict=True)},
+        {group: float(value) for group, value in zip(groups, columns.mean(axis=0), strict=True)},
+        groups[j],
+        z,
+        float((kurtosis[:, j] > kurtosis[:, rival]).mean()),
+        count,
+    )
+
+
+def _sample(checkpoint: Checkpoint, layer: Layer, rows: int) -> F32:
+    """Rows of codes brought to unit energy: a row's scale, whatever it is, then does not matter."""
+    stored = reader(checkpoint, layer)
+    parts = [
+        stored.rows("weight", a, b).reshape(b - a, layer.k).astype(np.float32)
+        for a, b in bands(layer.n, rows)
+    ]
+    x = np.concatenate(parts)
+    energy = np.sqrt((x * x).mean(axis=1, keepdims=True))
+    keep = energy[:, 0] > 0
+    return np.ascontiguousarray(x[keep] / energy[keep]) if keep.any() else np.ones((1, layer.k), np.float32)
+
+
+def _measures(x: F32, group: int) -> tuple[float, float]:
+    """Excess kurtosis, and how uneven columns are (-mean log of their energy: 0 when all are equal)."""
+    square = _rotate(x, group) ** 2
+    energy = square.mean(axis=0, dtype=np.float64)
+    fourth = float((square * square).mean(dtype=np.float64))
+    mean = float(energy.mean())
+    unevenness = float(-np.log(np.maximum(energy / mean, 1e-12)).mean())
+    return fourth / mean**2 - 3, unevenness
+
+
+def _rotate(x: F32, group: int) -> F32:
+    """ConvRot by stages of H4; the same call undoes it."""
+    stride = 1
+    while stride < group:
+        y: NDArray[np.float32] = x.reshape(x.shape[0], -1, 4, stride)
+        x = np.einsum("ij,abjc->abic", _H4, y, optimize=True).reshape(x.shape)
+        stride *= 4
+    return x

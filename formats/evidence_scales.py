@@ -1,0 +1,118 @@
+"""Are block scales swizzled? Told from values: under the right reading they vary by row and by column.
+
+A block's scale follows the size of its weights, and that is mostly a matter of the row (an output channel) and of
+the column (input channels that are strong everywhere). Read in the wrong layout, rows and columns are torn apart.
+Both readings put the same bytes of a band of 128 rows into the same [128, C] table in another order, so what an
+additive model of rows and columns explains is compared at equal degrees of freedom. On scales without such
+structure both explain what chance gives, and their difference, in its standard deviations, is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.layers import Layer
+from qconvert.formats.sample import BAND, E4M3, bands, reader, spread
+from qconvert.kernels.layout import unswizzle
+
+#: Bytes of scales that are read of one file.
+BUDGET = 12 << 20
+MAX_LAYERS = 96
+#: The difference must be this many standard deviations of chance, and one reading must explain this much more.
+MIN_Z, MIN_RATIO = 8.0, 1.3
+
+_BLOCK = {"nvfp4": 16, "mxfp8": 32}
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutScore:
+    """Shares of the scales' spread that rows and columns explain above chance; z > 0 speaks for swizzled."""
+
+    swizzled: float
+    linear: float
+    z: float
+    layers: int
+
+    @property
+    def verdict(self) -> str | None:
+        """swizzled, linear, or None where values do not tell."""
+        best, other = max(self.swizzled, self.linear), min(self.swizzled, self.linear)
+        if abs(self.z) < MIN_Z or best < MIN_RATIO * other:
+            return None
+        return "swizzled" if self.z > 0 else "linear"
+
+    def words(self) -> str:
+        return (
+            f"rows and columns explain {self.swizzled:.0%} of the block scales' spread as swizzled, "
+            f"{self.linear:.0%} as linear (z {self.z:+.0f}, {self.layers} layers)"
+        )
+
+
+def ambiguous(layer: Layer) -> bool:
+    """Whether the shape of the scales fits both layouts, and reading them can tell the two apart."""
+    block = _BLOCK.get(layer.codec.name)
+    if block is None or layer.n % BAND or layer.k % (4 * block):
+        return False
+    # With one tile across, the wrong reading only permutes rows: nothing to see.
+    return layer.k // block > 4
+
+
+def scale_layout(checkpoint: Checkpoint, layers: Sequence[Layer]) -> LayoutScore | None:
+    """The score over all layers for which `ambiguous` holds; None when there are none."""
+    chosen = spread([layer for layer in layers if ambiguous(layer)], MAX_LAYERS)
+    if not chosen:
+        return None
+    total = np.zeros(5)
+    for layer in chosen:
+        total += _layer(checkpoint, layer, BUDGET // len(chosen))
+    as_swizzled, as_linear, by_chance, freedom, elements = total
+    rest = elements - freedom
+    return LayoutScore(
+        max(0.0, float((as_swizzled - by_chance) / rest)),
+        max(0.0, float((as_linear - by_chance) / rest)),
+        # Each sum of squares is chi-squared with `freedom` degrees under chance, so it varies by 2 * freedom.
+        float((as_swizzled - as_linear) / np.sqrt(4 * freedom)),
+        len(chosen),
+    )
+
+
+def _layer(checkpoint: Checkpoint, layer: Layer, budget: int) -> NDArray[np.float64]:
+    """Explained squares in units of the variance (swizzled, linear), chance, degrees of freedom, elements."""
+    blocks = layer.k // _BLOCK[layer.codec.name]
+    stored = reader(checkpoint, layer)
+    source = str(layer.options.get("source", "weight_scale"))
+    out = np.zeros(5)
+    for a, b in bands(layer.n, budget // blocks):
+        raw = stored.rows(source, a, b).view(np.uint8).reshape(BAND, blocks)
+        levels = _levels(raw, layer.codec.name)
+        variance = float(levels.var())
+        if variance == 0:
+            continue
+        freedom = BAND + blocks - 2
+        tiles = _levels(unswizzle(raw, BAND, blocks), layer.codec.name)
+        out += (
+            _explained(tiles) / variance,
+            _explained(levels) / variance,
+            freedom,
+            freedom,
+            levels.size,
+        )
+    return out
+
+
+def _levels(raw: NDArray[np.uint8], codec: str) -> NDArray[np.float64]:
+    """Scales on a logarithmic axis; zero blocks as the smallest scale there is."""
+    if codec == "mxfp8":
+        return raw.astype(np.float64)
+    return np.log2(np.maximum(np.abs(E4M3[raw]), 2.0**-9).astype(np.float64))
+
+
+def _explained(levels: NDArray[np.float64]) -> float:
+    """Sum of squares of the row means and the column means."""
+    rows, columns = levels.shape
+    centred = levels - levels.mean()
+    return float((centred.mean(axis=1) ** 2).sum() * columns + (centred.mean(axis=0) ** 2).sum() * rows)

@@ -1,0 +1,101 @@
+"""Reading a bounded sample of a checkpoint's values with numpy alone.
+
+What is read depends on the file's headers only, never on chance, so that equal files give equal evidence. Exact
+arithmetic is not needed here: the backends, which have it, are too heavy for a command that only looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from qconvert.formats.base import Array, Options
+from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.layers import Layer
+from qconvert.formats.reader import LayerReader
+from qconvert.kernels.layout import unswizzle
+
+F32 = NDArray[np.float32]
+Item = TypeVar("Item")
+
+#: Rows read at a stretch: the height of a tile of swizzled scales.
+BAND = 128
+
+
+def _minifloat(exponent_bits: int, bias: int) -> F32:
+    """Values of the 256 codes of an 8-bit float; codes that are no finite number become 0."""
+    code = np.arange(256)
+    mantissa_bits = 7 - exponent_bits
+    exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    fraction = (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    magnitude = np.where(
+        exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias)
+    )
+    return np.where(code & 0x80, -magnitude, magnitude).astype(np.float32)
+
+
+def _e4m3() -> F32:
+    table = _minifloat(4, 7)
+    table[[0x7F, 0xFF]] = 0
+    return table
+
+
+def _e5m2() -> F32:
+    table = _minifloat(5, 15)
+    table[[*range(0x7C, 0x80), *range(0xFC, 0x100)]] = 0
+    return table
+
+
+E4M3, E5M2 = _e4m3(), _e5m2()
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+#: Squares of the two 4-bit floats in a byte.
+HIGH_SQUARED = _E2M1[(np.arange(256) >> 4) & 7] ** 2
+LOW_SQUARED = _E2M1[np.arange(256) & 7] ** 2
+
+
+def floats(raw: Array, dtype: str) -> F32:
+    """Stored bits as float32; dtypes that hold no numbers of ours raise KeyError."""
+    if dtype == "BF16":
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype in ("F8_E4M3", "F8_E5M2"):
+        return (E4M3 if dtype == "F8_E4M3" else E5M2)[raw.view(np.uint8)]
+    if dtype in ("F16", "F32", "F64", "I8"):
+        with np.errstate(over="ignore"):
+            return raw.astype(np.float32)
+    raise KeyError(dtype)
+
+
+def spread(items: Sequence[Item], limit: int) -> list[Item]:
+    """At most `limit` of the items, evenly spaced, in order."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[i * len(items) // limit] for i in range(limit)]
+
+
+def bands(n: int, rows: int) -> list[tuple[int, int]]:
+    """Runs of BAND rows, evenly spaced over [0, n), of about `rows` rows altogether and one at the least."""
+    starts = spread(range(0, n, BAND), max(1, rows // BAND))
+    return [(a, min(a + BAND, n)) for a in starts]
+
+
+def reader(checkpoint: Checkpoint, layer: Layer) -> LayerReader:
+    """A layer's tensors by rows; of a bank of experts, the first."""
+    return LayerReader(checkpoint, layer, 0 if layer.experts else None)
+
+
+def block_scales(stored: LayerReader, a: int, b: int, options: Options) -> F32:
+    """nvfp4's block scales [b-a, K/16] of rows [a, b); `a` is a multiple of BAND."""
+    blocks = stored.k // 16
+    if options["scales"] == "swizzled":
+        tiles = stored.rows("weight_scale", a, -(-b // BAND) * BAND).view(np.uint8)
+        return np.abs(E4M3[unswizzle(tiles, b - a, blocks)])
+    return np.abs(E4M3[stored.rows("weight_scale", a, b).view(np.uint8)])
+
+
+def standard(x: NDArray[Any]) -> NDArray[np.float64]:
+    """Zero mean and unit length along the last axis; constants become zero."""
+    x = x - x.mean(axis=-1, keepdims=True)
+    length = np.sqrt((x * x).sum(axis=-1, keepdims=True))
+    return np.asarray(x / np.where(length > 0, length, 1), np.float64)
