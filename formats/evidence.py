@@ -19,13 +19,11 @@ from qconvert.formats.evidence_rotation import RotationScore, rotation
 from qconvert.formats.evidence_scales import ambiguous, scale_layout
 from qconvert.formats.finding import Finding
 from qconvert.formats.layers import Inventory, Layer
-from qconvert.formats.rotation import choose_group
+from qconvert.formats.rotation import USUAL_GROUPS, choose_group
 
 Topic = Literal["block scales", "nibble order", "rotation", "fp8 scale"]
 #: What is assumed of layers that nothing in the file speaks of begins with these words.
 UNMARKED = "no marker; "
-#: Groups that quantisers use, in the order in which they try them.
-_USUAL_GROUPS = (256, 64, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +121,14 @@ def _nibbles(checkpoint: Checkpoint, inventory: Inventory, layers: list[Layer]) 
             # ModelOpt writes linear scales and the low nibble first, ComfyUI the other of both.
             for layer in pool:
                 layer.options["nibbles"] = "low" if layer.options["scales"] == "linear" else "high"
-        for claimed in ("high", "low"):
-            part = [layer for layer in pool if layer.options["nibbles"] == claimed]
-            if part:
-                value = said or claimed
-                reading = f"{value} nibble first"
-                answer = _Answer("nibble order", "nibbles", value, said is not None, words, reading)
-                out.append(_apply(inventory, part, answer))
+        claims: dict[str, list[Layer]] = {}
+        for layer in pool:
+            claims.setdefault(str(layer.options["nibbles"]), []).append(layer)
+        for claimed, part in claims.items():
+            value = said or claimed
+            reading = f"{value} nibble first"
+            answer = _Answer("nibble order", "nibbles", value, said is not None, words, reading)
+            out.append(_apply(inventory, part, answer))
     return out
 
 
@@ -151,7 +150,7 @@ def _rotations(checkpoint: Checkpoint, inventory: Inventory, pool: list[Layer]) 
         habit = habits[claimed]
         if said is None and habit is not None:
             # Too few or too plain to tell alone; what is wrong in the others is wrong here.
-            said = choose_group(k, _USUAL_GROUPS) if habit else 0
+            said = choose_group(k, USUAL_GROUPS) if habit else 0
             words = f"as in the file's other int8 layers; here {words}"
         group = claimed if said is None else said
         answer = _Answer("rotation", "rotation", group, said is not None, words, _rotated(group))
@@ -167,9 +166,9 @@ def _habit(scores: Sequence[RotationScore]) -> int | None:
     if all(score.verdict == 0 for score in contrary):
         return 0
     usual = all(
-        score.verdict == max(group for group in _USUAL_GROUPS if group in score.kurtosis)
+        score.verdict == max(group for group in USUAL_GROUPS if group in score.kurtosis)
         for score in contrary
-        if any(group in score.kurtosis for group in _USUAL_GROUPS)
+        if any(group in score.kurtosis for group in USUAL_GROUPS)
     )
     return 1 if usual else None
 

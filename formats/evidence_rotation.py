@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Layer
 from qconvert.formats.sample import F32, bands, reader, spread
@@ -23,8 +22,6 @@ MAX_ROWS = 256
 GROUPS = (4, 16, 64, 256, 1024)
 #: Least gain in excess kurtosis, least standard errors of both measures, least share of layers that agree.
 MIN_KURTOSIS, MIN_Z, MIN_SHARE = 0.05, 6.0, 0.75
-
-_H4 = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float32) / np.float32(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +77,10 @@ def rotation(checkpoint: Checkpoint, layers: Sequence[Layer]) -> RotationScore |
     for i, layer in enumerate(chosen):
         x = _sample(checkpoint, layer, rows)
         sizes[i] = x.shape
+        # Groups are powers of 4: each assumption is one more stage than the one before.
         for j, group in enumerate(groups):
-            kurtosis[i, j], columns[i, j] = _measures(x, group)
+            x = _stage(x, group // 4) if group else x
+            kurtosis[i, j], columns[i, j] = _measures(x)
     mean = kurtosis.mean(axis=0)
     j = int(mean.argmax())
     c = groups.index(claimed) if claimed in groups else None
@@ -118,9 +117,9 @@ def _sample(checkpoint: Checkpoint, layer: Layer, rows: int) -> F32:
     return np.ascontiguousarray(x[keep] / energy[keep]) if keep.any() else np.ones((1, layer.k), np.float32)
 
 
-def _measures(x: F32, group: int) -> tuple[float, float]:
+def _measures(x: F32) -> tuple[float, float]:
     """Excess kurtosis, and how uneven columns are (-mean log of their energy: 0 when all are equal)."""
-    square = _rotate(x, group) ** 2
+    square = x * x
     energy = square.mean(axis=0, dtype=np.float64)
     fourth = float((square * square).mean(dtype=np.float64))
     mean = float(energy.mean())
@@ -128,11 +127,9 @@ def _measures(x: F32, group: int) -> tuple[float, float]:
     return fourth / mean**2 - 3, unevenness
 
 
-def _rotate(x: F32, group: int) -> F32:
-    """ConvRot by stages of H4; the same call undoes it."""
-    stride = 1
-    while stride < group:
-        y: NDArray[np.float32] = x.reshape(x.shape[0], -1, 4, stride)
-        x = np.einsum("ij,abjc->abic", _H4, y, optimize=True).reshape(x.shape)
-        stride *= 4
-    return x
+def _stage(x: F32, stride: int) -> F32:
+    """One stage of ConvRot: H4 / 2 over columns that lie `stride` apart. Stages 1, 4, 16 make a group of 64."""
+    y = x.reshape(x.shape[0], -1, 4, stride)
+    # Row i of H4 has its one -1 in column 3 - i.
+    turned = y.sum(axis=2, keepdims=True) * np.float32(0.5) - y[:, :, ::-1]
+    return np.asarray(turned.reshape(x.shape), np.float32)

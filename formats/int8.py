@@ -24,7 +24,7 @@ from qconvert.formats.base import (
     is_scalar,
 )
 from qconvert.formats.finding import Finding
-from qconvert.formats.rotation import marker_rotation
+from qconvert.formats.rotation import USUAL_GROUPS, choose_group, marker_rotation
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
 
@@ -61,7 +61,19 @@ class Int8(Codec):
             findings.append(Finding("repair", f"weight_scale is {scale.dtype}, not F32", group.prefix))
         rotation = marker_rotation(marker, default=0)
         if rotation and k % rotation:
-            return f"ConvRot group {rotation} does not divide K = {k}"
+            # The marker is sure of the rotation and wrong (or silent) about its group.
+            usual = choose_group(k, USUAL_GROUPS)
+            if not usual:
+                return f"ConvRot group {rotation} does not divide K = {k}"
+            findings.append(
+                Finding(
+                    "guess",
+                    f"ConvRot group {rotation} does not divide K = {k}; taken as {usual}",
+                    group.prefix,
+                    "the largest usual group that divides K",
+                )
+            )
+            rotation = usual
         if marker is None:
             findings.append(
                 Finding(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qconvert.formats.base import Codec, Group, Recognition
 from qconvert.formats.checkpoint import MARKER_SUFFIX, Checkpoint
 from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.errors import QConvertError, UsageError
-from qconvert.formats.finding import Finding
+from qconvert.formats.finding import Finding, Level
 from qconvert.formats.marker import Markers, collect
 from qconvert.formats.registry import CODECS, codec, codec_for_marker, known_formats
 from qconvert.formats.tensors import TensorSpec
@@ -188,9 +188,7 @@ def _assume(layer: Layer, assumed: Assumption) -> None:
                 found=str(layer.tensors[source].spec),
             )
     layer.options.update(assumed.layout)
-    layer.findings = [
-        Finding("note", f.message, f.layer, f.evidence) if f.level == "guess" else f for f in layer.findings
-    ]
+    layer.findings = [replace(f, level="note") if f.level == "guess" else f for f in layer.findings]
 
 
 def _group(
@@ -285,7 +283,7 @@ def _recognise(
         if state.candidates and not reasons:
             reasons.append("marker does not fit")
         if state.candidates:
-            level = "repair" if got.codec == "plain" else "guess"
+            level: Level = "repair" if got.codec == "plain" else "guess"
             findings.append(
                 Finding(level, f"marker not believed: {reasons[0]}; taken as {got.codec}", group.prefix)
             )

@@ -7,6 +7,8 @@ from typing import Any
 
 #: comfy-kitchen's default when `convrot_groupsize` is missing.
 DEFAULT_GROUP = 256
+#: What quantisers rotate by, and what runtimes serve: the largest that divides K.
+USUAL_GROUPS = (256, 64, 16)
 
 
 def is_group(group: Any) -> bool:
