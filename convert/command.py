@@ -16,6 +16,7 @@ from qconvert.convert.classes import layer_class
 from qconvert.convert.cli import parse_pairs
 from qconvert.convert.job import Outcome, Request, execute_plan, output_path, plan_job
 from qconvert.convert.plan import PlanOptions
+from qconvert.convert.reading import read_source
 from qconvert.convert.report import outcome_json, plan_json
 from qconvert.convert.text import db, grouped, size, table, tally
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
@@ -202,7 +203,8 @@ def run_verify(
         return name
 
     with opened(source) as a, opened(target) as b:
-        left, right = take_inventory(a), take_inventory(b)
+        # The target is read as its markers say, for so will the runtime.
+        left, right = read_source(a)[0], take_inventory(b)
         with progress_bar(sum(layer.nbytes for layer in left.layers.values()), as_json) as advance:
             found = compare_files(
                 (a, left),

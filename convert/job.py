@@ -12,6 +12,7 @@ from qconvert.convert.actions import Plan
 from qconvert.convert.execute import PROBE_ROWS, Executor, Probe, Result, output_header
 from qconvert.convert.output import OutputFile, refuse_same_file
 from qconvert.convert.plan import PlanOptions, make_plan
+from qconvert.convert.reading import read_source, refuse_senseless
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.header import Layout, layout
@@ -85,7 +86,8 @@ def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
     """Everything that is decided before payload is read. Raises on a guess under --strict."""
     target = get_target(request.target)
     contracts = contracts_for(target, request.runtime)
-    inventory = take_inventory(checkpoint, request.assume)
+    inventory, judgements = read_source(checkpoint, request.assume)
+    refuse_senseless(checkpoint, judgements)
     plan = make_plan(checkpoint, inventory, target, contracts, request.plan)
     if request.strict and plan.guesses:
         guess = plan.guesses[0]

@@ -1,0 +1,32 @@
+"""A source as conversion sees it: layers from headers, then what values say where headers cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.errors import QConvertError
+from qconvert.formats.evidence import Judgement, weigh
+from qconvert.formats.layers import Assumption, Inventory, take_inventory
+from qconvert.runtime.roles import is_embedding_name
+
+
+def read_source(
+    checkpoint: Checkpoint, assume: Sequence[Assumption] = ()
+) -> tuple[Inventory, list[Judgement]]:
+    """Layers as they must be read, and what was judged from values. Raises as `take_inventory` does."""
+    inventory = take_inventory(checkpoint, assume)
+    return inventory, weigh(checkpoint, inventory, is_embedding_name)
+
+
+def refuse_senseless(checkpoint: Checkpoint, judgements: Sequence[Judgement]) -> None:
+    """Raise for values that no reading makes sense of: converting them would only hide the fault."""
+    for judgement in judgements:
+        if judgement.fatal:
+            raise QConvertError(
+                judgement.message,
+                file=str(checkpoint.path),
+                layer=judgement.layers[0],
+                found=judgement.evidence,
+                hint="get the file again, or say --assume 'REGEX=float8_e4m3fn' if it is right",
+            )
