@@ -11,7 +11,7 @@ All arrays are numpy; bf16 travels as uint16, 8-bit floats as uint8. `a` and `b`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -80,6 +80,8 @@ class Group:
     #: config.json beside the file ({} when there is none), and the header's string entries.
     config: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
+    #: Reads a small tensor that describes the others (`weight_shape`, a JSON record); None when it is no small one.
+    peek: Callable[[str], Array | None] = lambda suffix: None
 
     def has(self, *suffixes: str) -> bool:
         return all(suffix in self.tensors for suffix in suffixes)

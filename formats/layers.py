@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qconvert.formats.base import Codec, Group, Recognition
-from qconvert.formats.checkpoint import MARKER_SUFFIX, Checkpoint
+from qconvert.formats.base import Array, Codec, Group, Recognition
+from qconvert.formats.checkpoint import MARKER_SUFFIX, MAX_MARKER_BYTES, Checkpoint
 from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.finding import Finding, Level
@@ -161,7 +161,8 @@ def take_inventory(checkpoint: Checkpoint, assume: Sequence[Assumption] = ()) ->
                 break
         legacy, full = _legacy(prefix, sentinels)
         specs = {suffix: tensor.spec for suffix, tensor in tensors.items()}
-        group = Group(prefix, specs, legacy, full, checkpoint.config, checkpoint.metadata)
+        peek = _peek(checkpoint, tensors)
+        group = Group(prefix, specs, legacy, full, checkpoint.config, checkpoint.metadata, peek)
         layer = _recognise(checkpoint, group, tensors, state)
         if layer is None:
             loose.extend(tensors.values())
@@ -227,6 +228,18 @@ def _below_anchor(name: str, prefixes: set[str], anchors: set[str]) -> tuple[str
             if cut > 0 and name[:cut] in prefixes:
                 return name[:cut], name[cut + 1 :]
     return "", name
+
+
+def _peek(checkpoint: Checkpoint, tensors: Mapping[str, TensorSpec]) -> Callable[[str], Array | None]:
+    """A layer's small descriptive tensors by suffix."""
+
+    def peek(suffix: str) -> Array | None:
+        tensor = tensors.get(suffix)
+        if tensor is None or tensor.nbytes > MAX_MARKER_BYTES:
+            return None
+        return checkpoint.read(tensor.name)
+
+    return peek
 
 
 def _legacy(prefix: str, sentinels: list[TensorSpec]) -> tuple[bool, bool]:
