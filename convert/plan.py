@@ -115,8 +115,11 @@ class _Planner:
         actions = {layer.prefix: self.action(layer) for layer in layers}
         for group in self.book.fused_groups(actions):
             forms = {
-                (actions[name].codec.name, str(actions[name].codec.marker(actions[name].options)))
-                for name in group
+                (
+                    action.codec.name,
+                    str(action.codec.marker(action.options) or action.codec.layout(action.options)),
+                )
+                for action in (actions[name] for name in group)
             }
             if len(forms) < 2:
                 continue
@@ -213,6 +216,8 @@ class _Planner:
         return reasons[0] if reasons else f"K = {layer.k} is a multiple of no ConvRot group that is served"
 
     def _contract_refusal(self, layer: Layer, role: str, codec: Codec, options: Options) -> str | None:
+        if not self.contracts:
+            return None
         marker = codec.marker(options) or {}
         kind: Literal["linear", "embedding"] = "embedding" if role == "embedding" else "linear"
         main = self.contracts[0]
@@ -277,7 +282,7 @@ class _Planner:
             exact = exact and part.spec == tensor.spec and sources[part.suffix] == part.suffix
             outputs.append(CopyOut(f"{prefix}.{part.suffix}", part.spec, tensor))
         marker = codec.marker(options)
-        exact = exact and marker == layer.marker and "comfy_quant" in layer.tensors
+        exact = exact and marker == layer.marker and (marker is None or "comfy_quant" in layer.tensors)
         kind: Kind = "copy" if exact else "retag"
         reason = f"already {_describe(layer)}" if exact else f"{_describe(layer)}: marker or types mended"
         outputs += self._marker_out(prefix, marker) + self._companions(layer, prefix, codec, options)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from qconvert.formats.dtypes import nbytes
 
@@ -54,3 +54,5 @@ class HeaderView:
     metadata: Mapping[str, str]
     markers: Mapping[str, bytes]
     files: tuple[str, ...] = ("model.safetensors",)
+    #: config.json beside the files.
+    config: Mapping[str, Any] = field(default_factory=dict)

@@ -14,8 +14,10 @@ from typing import Any, Literal
 from qconvert.formats.errors import UsageError
 from qconvert.formats.layers import Layer
 from qconvert.formats.rotation import choose_group
+from qconvert.runtime.sidecars import HeaderMaker, SidecarMaker
 
-Runtime = Literal["sglang", "comfyui", "none"]
+#: "others": read by libraries that no contract judges here; the format's own rules decide.
+Runtime = Literal["sglang", "comfyui", "others", "none"]
 Options = dict[str, Any]
 
 #: ConvRot groups that every runtime's layers serve, the default first.
@@ -54,6 +56,15 @@ class Target:
     aliases: tuple[str, ...] = ()
     #: One safetensors file is what this runtime's loader wants.
     single_file: bool = True
+    #: Files written beside the tensors (config.json): the output is then a folder.
+    sidecars: SidecarMaker | None = None
+    #: Entries added to the header; per-layer markers are written only by targets of ComfyUI's formats.
+    header: HeaderMaker | None = None
+    #: Whether sglang's loaders of this target's config are judged by a contract; where they are not, only the
+    #: format's own rules and `family_runtime`'s knowledge of fused projections are asked.
+    gated: bool = True
+    #: Whose fused projections and unserved layers the model families are asked for (a contract's name).
+    family_runtime: str | None = None
 
 
 def _same(layer: Layer, codec: str) -> bool:
