@@ -50,6 +50,8 @@ _NUMPY: dict[str, Any] = {
 }
 
 FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
+#: Several elements share a byte: such tensors are read as their bytes.
+SUB_BYTE = frozenset(name for name, bits in BITS.items() if bits < 8)
 #: Types a plain weight may have.
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from qconvert.formats.base import Array, Options
 from qconvert.formats.checkpoint import Checkpoint
-from qconvert.formats.dtypes import BITS, numpy_dtype
+from qconvert.formats.dtypes import BITS, SUB_BYTE, numpy_dtype
 from qconvert.formats.layers import Layer
 from qconvert.formats.tensors import TensorSpec
 
@@ -40,7 +40,8 @@ class LayerReader:
         """The tensor, its shape without the experts' axis, and where that part begins."""
         tensor = self._tensors[suffix]
         shape, start = tensor.shape, tensor.start
-        if self._expert is not None and len(shape) > 0 and shape[0] == self._experts:
+        shared = suffix in self.options.get("shared", ())
+        if self._expert is not None and not shared and len(shape) > 0 and shape[0] == self._experts:
             start += tensor.nbytes // self._experts * self._expert
             shape = shape[1:]
         return tensor, shape, start
@@ -55,7 +56,7 @@ class LayerReader:
         row_bits = BITS[tensor.dtype] * int(np.prod(shape[1:], dtype=np.int64))
         row = row_bits // 8
         data = self._checkpoint.pread(tensor.file, start + a * row, (b - a) * row)
-        if tensor.dtype.startswith(("F4", "F6")):
+        if tensor.dtype in SUB_BYTE:
             return data.reshape(b - a, row)
         return data.view(numpy_dtype(tensor.dtype)).reshape(b - a, *shape[1:])
 

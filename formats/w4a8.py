@@ -39,7 +39,10 @@ def group_fits(group: int) -> bool:
 
 
 class W4A8(Codec):
-    """options: group, rotation, bits (4 | 6), codebook, correction, signed, grid (has s_channel), srel_dtype."""
+    """options: group, rotation, bits (4 | 6), codebook, correction, signed, grid (has s_channel), srel_dtype.
+
+    shared: suffixes that a bank of experts stores once.
+    """
 
     name = "w4a8"
     marker_formats = ("asym_w4a8_int8", *SYMMETRIC)
@@ -126,6 +129,9 @@ class W4A8(Codec):
             "source": source,
             "srel_dtype": "F8_E4M3" if rel.dtype == "U8" else rel.dtype,
         }
+        if experts and "weight_codebook" in owned and len(group.tensors["weight_codebook"].shape) == 1:
+            # One table for all experts, also where their number happens to be the table's length.
+            options["shared"] = ("weight_codebook",)
         return Recognition(self.name, n, k, options, frozenset(owned), tuple(findings), experts)
 
     @staticmethod
