@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from qconvert.formats.dtypes import numpy_dtype
+from qconvert.formats.dtypes import SUB_BYTE, numpy_dtype
 from qconvert.formats.errors import HeaderError, QConvertError, UsageError
 from qconvert.formats.header import Header, read_header, strict_json
 from qconvert.formats.tensors import HeaderView, Spec, TensorSpec
@@ -168,7 +168,7 @@ class Checkpoint:
 
 
 def _storage_shape(tensor: TensorSpec) -> tuple[int, ...]:
-    if tensor.dtype.startswith(("F4", "F6")):
+    if tensor.dtype in SUB_BYTE:
         return (tensor.nbytes,)
     return tensor.shape
 
