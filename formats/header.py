@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,12 +53,39 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
+def _integer(text: str) -> int | float:
+    # JSON knows one zero; readers that keep the sign take "-0" for a float, which is no size and no offset.
+    return -0.0 if text == "-0" else int(text)
+
+
 def strict_json(text: str) -> Any:
-    """JSON with duplicate keys, NaN and Infinity refused. Raises ValueError, also for deep nesting."""
+    """JSON with duplicate keys, NaN, Infinity and half surrogate pairs refused.
+
+    Raises ValueError, also for deep nesting.
+    """
     try:
-        return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        document = json.loads(
+            text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_int=_integer
+        )
+        if "\\ud" in text.lower():
+            _refuse_surrogates(document)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    return document
+
+
+def _refuse_surrogates(value: Any) -> None:
+    """Half a surrogate pair is no character: no other reader takes it, and no file can be written with it."""
+    if isinstance(value, str):
+        if any("\ud800" <= char <= "\udfff" for char in value):
+            raise ValueError(f"{value[:40]!r} holds half a surrogate pair")
+    elif isinstance(value, list):
+        for item in value:
+            _refuse_surrogates(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_surrogates(key)
+            _refuse_surrogates(item)
 
 
 def read_header(path: Path, index: int = 0) -> Header:
@@ -152,7 +180,8 @@ def _tensor(name: str, key: str, entry: Any, data_start: int, payload: int, inde
         _fail(name, f"tensor {key!r} has bad data_offsets", found=repr(offsets)[:60])
     begin, end = offsets
     size = nbytes(dtype, tuple(shape))
-    if size is None or size >= _MAX_COUNT:
+    # An axis of 0 hides no impossible ones: other readers multiply from the left and overflow.
+    if size is None or BITS[dtype] * prod(dim for dim in shape if dim) >= _MAX_COUNT:
         _fail(name, f"tensor {key!r} has an impossible size", found=f"{dtype}{shape}"[:80])
     if end - begin != size:
         _fail(
@@ -194,6 +223,8 @@ def layout(tensors: Iterable[tuple[str, Spec]], metadata: Mapping[str, str]) -> 
     for key, spec in tensors:
         if key in specs:
             raise ValueError(f"tensor {key!r} is laid out twice")
+        if key == "__metadata__":
+            raise ValueError("no tensor can be called __metadata__")
         size = spec.nbytes
         document[key] = {
             "dtype": spec.dtype,
