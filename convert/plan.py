@@ -183,7 +183,12 @@ class _Planner:
         if isinstance(chosen, str):
             return self._decode(layer, role, chosen)
         codec, options = chosen
-        if codec.name == layer.codec.name and codec.carries(layer.options, options):
+        # Codes can only be moved as they are: a factor that has to go into the weight calls for encoding anew.
+        if (
+            codec.family == layer.codec.family
+            and codec.carries(layer.options, options)
+            and not self._folds(layer, role, codec)
+        ):
             return self._move(layer, role, codec, options)
         reason = f"{_describe(layer)} becomes {codec.name}"
         return self._encode(layer, role, "requantise", reason, codec, options)
@@ -266,7 +271,7 @@ class _Planner:
         """Same codes: the bytes as they are where the layout agrees, otherwise bits moved."""
         parts = codec.parts(layer.n, layer.k, {**options, **_shape_of(layer, options)})
         sources = {part.suffix: _source_suffix(layer, part) for part in parts}
-        same_layout = codec.layout(layer.options) == codec.layout(options)
+        same_layout = layer.codec.layout(layer.options) == codec.layout(options)
         sized = all(
             sources[part.suffix] in layer.tensors
             and layer.tensors[sources[part.suffix]].nbytes == part.spec.nbytes
@@ -292,8 +297,10 @@ class _Planner:
         self, layer: Layer, role: str, kind: Kind, reason: str, codec: Codec, options: Options
     ) -> Action:
         prefix = self.names.rename_layer(layer.prefix)
-        carried = "pre_quant_scale" in self.target.companions and codec.name == self.target.linear
-        fold = "pre_quant_scale" in layer.tensors and not (carried and role == "linear")
+        fold = self._folds(layer, role, codec)
+        if kind != "repack" and options.get("input"):
+            # An activation scale belongs to the codes it was calibrated with.
+            options = options | {"input": False}
         parts = codec.parts(layer.n, layer.k, options)
         outputs: list[CopyOut | ConstOut | PartOut] = [
             PartOut(f"{prefix}.{part.suffix}", part) for part in parts
@@ -301,6 +308,11 @@ class _Planner:
         outputs += self._marker_out(prefix, codec.marker(options))
         outputs += self._companions(layer, prefix, codec, options, fold)
         return Action(kind, reason, layer, prefix, role, codec, options, tuple(outputs), fold)
+
+    def _folds(self, layer: Layer, role: str, codec: Codec) -> bool:
+        """Whether pre_quant_scale has to be multiplied into the weight: the output cannot carry it."""
+        carried = "pre_quant_scale" in self.target.companions and codec.name == self.target.linear
+        return "pre_quant_scale" in layer.tensors and not (carried and role == "linear")
 
     @staticmethod
     def _marker_out(prefix: str, marker: dict[str, Any] | None) -> list[ConstOut | CopyOut | PartOut]:
@@ -315,7 +327,10 @@ class _Planner:
         """Bias and what else belongs beside the weight; everything refused is listed with its reason."""
         outputs: list[CopyOut | ConstOut | PartOut] = []
         for suffix, tensor in layer.tensors.items():
-            if suffix in layer.owned:
+            if suffix in layer.codec.activation_scales:
+                if options.get("input"):
+                    continue
+            elif suffix in layer.owned:
                 continue
             reason = self._companion_refusal(layer, suffix, codec, options, fold)
             if reason is None:
@@ -340,7 +355,7 @@ class _Planner:
             return "placeholder or unreadable marker; a fresh one is written where the layer is quantised"
         if suffix == "pre_quant_scale":
             return "multiplied into the weight" if fold else None
-        if suffix in ("input_scale", "scale_input"):
+        if suffix in layer.codec.activation_scales:
             if codec.name == "plain":
                 return "the layer is no longer quantised"
             if "input_scale" not in self.target.companions:

@@ -113,6 +113,11 @@ class Codec(ABC):
     anchors: tuple[str, ...] = ("weight",)
     #: Codecs with the same family share their codes.
     family: str
+    #: Suffixes of a static activation scale beside the weight. With option `input` a target codec writes it, in its
+    #: own sense, from the codes; otherwise it is a companion that is copied or dropped.
+    activation_scales: tuple[str, ...] = ("input_scale", "scale_input")
+    #: Sub-modules of a layer that hold tensors of it: `<layer>.<submodule>.<name>`.
+    submodules: tuple[str, ...] = ()
     #: Whether `encode` exists; some formats are only read.
     writable: bool = True
 

@@ -197,6 +197,7 @@ def _group(
 ) -> tuple[dict[str, dict[str, TensorSpec]], list[TensorSpec], list[TensorSpec]]:
     """Tensors by layer prefix and suffix; those of no layer; sentinels and markers of no layer."""
     anchors = {anchor for item in CODECS for anchor in item.anchors}
+    inner = anchors.union(*(item.submodules for item in CODECS))
     prefixes = set()
     for name in checkpoint.tensors:
         for anchor in anchors:
@@ -208,7 +209,7 @@ def _group(
     for name, tensor in checkpoint.tensors.items():
         prefix, _, suffix = name.rpartition(".")
         if suffix != SENTINEL and prefix not in prefixes:
-            prefix, suffix = _below_anchor(name, prefixes, anchors)
+            prefix, suffix = _below_anchor(name, prefixes, inner)
         if suffix == SENTINEL:
             sentinels.append(tensor)
         elif prefix in prefixes:

@@ -33,7 +33,10 @@ from qconvert.kernels.layout import swap_nibbles, swizzle, unswizzle
 
 
 class Nvfp4(Codec):
-    """options: nibbles (high | low first), scales (swizzled | linear), rotation, full_precision."""
+    """options: nibbles (high | low first), scales (swizzled | linear), rotation, full_precision.
+
+    For writing also: input (an input_scale is among the codes and written), unmarked (the target has no markers).
+    """
 
     name = "nvfp4"
     marker_formats = ("nvfp4",)
@@ -121,13 +124,16 @@ class Nvfp4(Codec):
             scales = Part("weight_scale", Spec("F8_E4M3", (up(n, 128), up(k // 16, 4))), "tiles")
         else:
             scales = Part("weight_scale", Spec("F8_E4M3", (n, k // 16)))
-        return (
+        parts = (
             Part("weight", Spec("U8", (n, k // 2))),
             scales,
             Part("weight_scale_2", Spec("F32", ()), "whole"),
         )
+        return (*parts, Part("input_scale", Spec("F32", ()), "whole")) if options.get("input") else parts
 
-    def marker(self, options: Options) -> dict[str, Any]:
+    def marker(self, options: Options) -> dict[str, Any] | None:
+        if options.get("unmarked"):
+            return None
         marker: dict[str, Any] = {"format": "nvfp4"}
         if options.get("full_precision"):
             marker["full_precision_matrix_mult"] = True
@@ -152,12 +158,15 @@ class Nvfp4(Codec):
             scales = unswizzle(tiles, b - a, blocks)
         else:
             scales = stored.rows("weight_scale", a, b).view(np.uint8)
-        total = scalar(backend.to_f32(stored.whole("weight_scale_2"), stored.dtype("weight_scale_2")))
-        return {
+        out = {
             "q": codes if stored.options["nibbles"] == "high" else swap_nibbles(codes),
             "block_scale": np.ascontiguousarray(scales),
-            "tensor_scale": np.asarray(total, np.float32),
         }
+        for key, suffix in (("tensor_scale", "weight_scale_2"), ("input_scale", "input_scale")):
+            if stored.has(suffix) and is_scalar(stored.shape(suffix)):
+                value = scalar(backend.to_f32(stored.whole(suffix), stored.dtype(suffix)))
+                out[key] = np.asarray(value, np.float32)
+        return out
 
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
         return backend.nvfp4_decode(codes["q"], codes["block_scale"], np.float32(codes["tensor_scale"]))
@@ -171,11 +180,14 @@ class Nvfp4(Codec):
 
     def store(self, codes: Codes, options: Options, k: int) -> dict[str, Array]:
         swizzled = options["scales"] == "swizzled"
-        return {
+        out = {
             "weight": codes["q"] if options["nibbles"] == "high" else swap_nibbles(codes["q"]),
             "weight_scale": swizzle(codes["block_scale"]) if swizzled else codes["block_scale"],
             "weight_scale_2": codes["tensor_scale"],
         }
+        if options.get("input"):
+            out["input_scale"] = codes["input_scale"]
+        return out
 
     def carries(self, source: Options, target: Options) -> bool:
         return self.rotation(source) == self.rotation(target)
