@@ -329,9 +329,10 @@ class Executor:
                 if a == 0:
                     self.out.write(array.reshape(-1).view(np.uint8).data, offset)
             elif out.part.place == "columns":
-                size = array.itemsize
+                # [C, N], or [C, N/m] where m columns are packed into one element.
+                size, width = array.itemsize, spec.shape[-1]
                 for c, run in enumerate(array):
-                    self.out.write(run.view(np.uint8).data, offset + (c * n + a) * size)
+                    self.out.write(run.view(np.uint8).data, offset + (c * width + a * width // n) * size)
             else:
                 total = spec.nbytes // (layer.experts or 1)
                 padded = -(-n // 128) * 128 if out.part.place == "tiles" else n

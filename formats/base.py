@@ -82,6 +82,8 @@ class Group:
     metadata: Mapping[str, str] = field(default_factory=dict)
     #: Reads a small tensor that describes the others (`weight_shape`, a JSON record); None when it is no small one.
     peek: Callable[[str], Array | None] = lambda suffix: None
+    #: The first 64 KiB of a tensor, flat and in its own type: enough to recognise a constant or a mean.
+    head: Callable[[str], Array | None] = lambda suffix: None
 
     def has(self, *suffixes: str) -> bool:
         return all(suffix in self.tensors for suffix in suffixes)

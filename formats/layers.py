@@ -10,7 +10,7 @@ from typing import Any
 
 from qconvert.formats.base import Array, Codec, Group, Recognition
 from qconvert.formats.checkpoint import MARKER_SUFFIX, MAX_MARKER_BYTES, Checkpoint
-from qconvert.formats.dtypes import FLOATS
+from qconvert.formats.dtypes import FLOATS, numpy_dtype
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.finding import Finding, Level
 from qconvert.formats.marker import Markers, collect
@@ -162,7 +162,8 @@ def take_inventory(checkpoint: Checkpoint, assume: Sequence[Assumption] = ()) ->
         legacy, full = _legacy(prefix, sentinels)
         specs = {suffix: tensor.spec for suffix, tensor in tensors.items()}
         peek = _peek(checkpoint, tensors)
-        group = Group(prefix, specs, legacy, full, checkpoint.config, checkpoint.metadata, peek)
+        head = _head(checkpoint, tensors)
+        group = Group(prefix, specs, legacy, full, checkpoint.config, checkpoint.metadata, peek, head)
         layer = _recognise(checkpoint, group, tensors, state)
         if layer is None:
             loose.extend(tensors.values())
@@ -241,6 +242,20 @@ def _peek(checkpoint: Checkpoint, tensors: Mapping[str, TensorSpec]) -> Callable
         return checkpoint.read(tensor.name)
 
     return peek
+
+
+def _head(checkpoint: Checkpoint, tensors: Mapping[str, TensorSpec]) -> Callable[[str], Array | None]:
+    """The beginnings of a layer's tensors by suffix."""
+
+    def head(suffix: str) -> Array | None:
+        tensor = tensors.get(suffix)
+        if tensor is None:
+            return None
+        kind = numpy_dtype(tensor.dtype)
+        size = min(tensor.nbytes, MAX_MARKER_BYTES) // kind.itemsize * kind.itemsize
+        return checkpoint.pread(tensor.file, tensor.start, size).view(kind)
+
+    return head
 
 
 def _legacy(prefix: str, sentinels: list[TensorSpec]) -> tuple[bool, bool]:

@@ -12,6 +12,9 @@ from qconvert.formats.dtypes import BITS, SUB_BYTE, numpy_dtype
 from qconvert.formats.layers import Layer
 from qconvert.formats.tensors import TensorSpec
 
+#: Tensors read by columns are kept whole up to this size; no more than a few layers are open at a time.
+KEPT_BYTES = 4 << 20
+
 
 class LayerReader:
     """A layer of an open checkpoint. Safe to use from several threads; small whole tensors are read once and kept.
@@ -61,8 +64,16 @@ class LayerReader:
         return data.view(numpy_dtype(tensor.dtype)).reshape(b - a, *shape[1:])
 
     def columns(self, suffix: str, a: int, b: int) -> Array:
-        # Scales stored [K/G, N] are small beside the weight: kept whole, cut per chunk.
-        return np.ascontiguousarray(self.whole(suffix)[:, a:b])
+        # Small ones ([K/G, N] scales) are kept whole and cut per chunk; of large ones only the columns are read.
+        tensor, shape, start = self._span(suffix)
+        kind = numpy_dtype(tensor.dtype)
+        if shape[0] * shape[1] * kind.itemsize <= KEPT_BYTES:
+            return np.ascontiguousarray(self.whole(suffix)[:, a:b])
+        out = np.empty((shape[0], b - a), kind)
+        for row in range(shape[0]):
+            at = start + (row * shape[1] + a) * kind.itemsize
+            out[row] = self._checkpoint.pread(tensor.file, at, (b - a) * kind.itemsize).view(kind)
+        return out
 
     def whole(self, suffix: str) -> Array:
         with self._lock:
