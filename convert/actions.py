@@ -71,7 +71,9 @@ class Action:
     def method(self) -> str:
         """What the layer is in the output, for people."""
         marker = self.codec.marker(self.options)
-        return str(marker["format"]) if marker else str(self.options["dtype"])
+        if marker:
+            return str(marker["format"])
+        return str(self.options["dtype"]) if self.codec.name == "plain" else self.codec.name
 
 
 @dataclass(frozen=True)
@@ -119,3 +121,8 @@ class Plan:
 
 def out_spec(out: CopyOut | ConstOut | PartOut) -> Spec:
     return out.part.spec if isinstance(out, PartOut) else out.spec
+
+
+def output_header(plan: Plan) -> list[tuple[str, Spec]]:
+    """(name, spec) of every output tensor, in file order."""
+    return [(out.name, out_spec(out)) for out in plan.outputs()]

@@ -66,6 +66,7 @@ def cli() -> None:
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Threads (default: all cores).")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--strict", is_flag=True, help="Refuse anything that had to be guessed.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @click.option("--force", is_flag=True, help="Overwrite an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def convert(

@@ -55,6 +55,7 @@ def make_request(source: Path, target: str, output: Path | None, options: dict[s
         assume=tuple(parse_assumption(text) for text in options["assume"]),
         strict=options["strict"],
         force=options["force"],
+        resume=options["resume"],
         jobs=options["jobs"],
     )
 

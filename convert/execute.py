@@ -1,6 +1,6 @@
 """Doing what a plan says: payload is read once (twice where a whole-tensor statistic is needed), written once.
 
-Work is cut into pieces of about a megaelement by rows; pieces run on a pool of threads (the kernels release the
+Units are cut into pieces of about a megaelement by rows; pieces run on a pool of threads (the kernels release the
 GIL). Every piece reads its own rows, computes, and writes at its own offsets, so results do not depend on the
 split. A layer whose format needs a statistic of the whole tensor queues its encoding pieces when its last
 statistics piece is done.
@@ -11,14 +11,15 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
-from qconvert.convert.actions import Action, ConstOut, CopyOut, PartOut, Plan, out_spec
-from qconvert.convert.output import OutputFile
+from qconvert.convert.actions import Action, PartOut
+from qconvert.convert.journal import Journal, Record
+from qconvert.convert.units import ConstUnit, CopyUnit, LayerUnit, Unit
 from qconvert.formats.base import F32, Array, Codes
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import QConvertError
@@ -29,7 +30,6 @@ from qconvert.kernels.api import Backend
 
 #: Elements of a piece: large enough to hide Python's overhead, small enough for the cache.
 PIECE_ELEMENTS = 1 << 20
-COPY_BYTES = 16 << 20
 #: Elements that a table is fitted on at most (FORMATS, w4a8: 2^22 / K rows).
 SAMPLE_ELEMENTS = 1 << 22
 SAMPLE_ROWS = 16
@@ -63,14 +63,14 @@ class Result:
 
 @dataclass
 class _Task:
-    """A layer's transformation in progress. One per expert of a bank."""
+    """A layer's transformation in progress."""
 
-    action: Action
+    unit: LayerUnit
     reader: LayerReader
     rows: int
-    expert: int | None
     parts: list[PartOut]
     factor: F32 | None
+    todo: list[int] = field(default_factory=list)
     pending: int = 0
     unwritten: int = 0
     statistics: dict[int, Any] = field(default_factory=dict)
@@ -79,36 +79,65 @@ class _Task:
     probes: list[Probe] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def action(self) -> Action:
+        return self.unit.action
+
+    def restore(self, a: int, record: Record) -> None:
+        """Take over what an earlier run measured of the piece at row `a`."""
+        if "energy" in record:
+            signal, noise = record["energy"]
+            self.energies[a] = (signal, noise)
+        if "probe" in record:
+            b, signal, noise = record["probe"]
+            self.probes.append(Probe(self.unit.expert, a, b, signal, noise))
+
+
+class Target(Protocol):
+    """Where bytes go: an output file, or a worker's view of one."""
+
+    @property
+    def fd(self) -> int: ...
+
+    def write(self, data: memoryview | bytes, offset: int) -> None: ...
+
 
 class Executor:
-    """Runs one plan into one output file."""
+    """Runs units of one plan into one output file."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        plan: Plan,
         laid: Layout,
-        out: OutputFile,
+        out: Target,
         backend: Backend,
+        *,
+        quality: Literal["fast", "best"],
         jobs: int,
         progress: Progress,
+        journal: Journal | None = None,
     ) -> None:
-        self.checkpoint, self.plan, self.laid, self.out = checkpoint, plan, laid, out
-        self.backend, self.jobs, self.progress = backend, max(1, jobs), progress
+        self.checkpoint, self.laid, self.out = checkpoint, laid, out
+        self.backend, self.quality = backend, quality
+        self.jobs, self.progress = max(1, jobs), progress
+        self.journal = journal
         self._queue: deque[Callable[[], None]] = deque()
         self._ready = threading.Condition()
         self._running = 0
         self._error: BaseException | None = None
         self._tasks: list[_Task] = []
-        self._elements = PIECE_ELEMENTS
 
-    def run(self) -> dict[str, Result]:
-        """Write everything; returns energies per transformed layer. Raises the first error of any piece."""
-        self.out.write(self.laid.prefix, 0)
-        self._queue_copies()
-        for action in self.plan.actions:
-            if action.transforms:
-                self._queue_action(action)
+    def run(self, units: Sequence[Unit]) -> dict[str, Result]:
+        """Write the units; returns energies per transformed layer. Raises the first error of any piece."""
+        for unit in units:
+            if isinstance(unit, ConstUnit):
+                # A few hundred bytes each: written again on resume rather than noted.
+                self.out.write(unit.data, unit.offset)
+            elif isinstance(unit, CopyUnit):
+                if not self._skip(unit.key, unit.nbytes):
+                    self._queue.append(self._copy_job(unit))
+            else:
+                self._queue_layer(unit)
         threads = [threading.Thread(target=self._work, daemon=True) for _ in range(self.jobs - 1)]
         for thread in threads:
             thread.start()
@@ -123,6 +152,17 @@ class Executor:
         if self._error is not None:
             raise self._error
         return self._results()
+
+    def _skip(self, key: str, nbytes: int) -> Record | None:
+        """The record of a piece that an earlier run finished."""
+        record = self.journal.done(key) if self.journal else None
+        if record is not None:
+            self.progress(nbytes)
+        return record
+
+    def _note(self, key: str, **facts: Any) -> None:
+        if self.journal is not None:
+            self.journal.add(key, **facts)
 
     # ---- the pool
 
@@ -160,62 +200,56 @@ class Executor:
 
     # ---- plain bytes
 
-    def _queue_copies(self) -> None:
-        runs: list[list[int]] = []
-        for out in self.plan.outputs():
-            offset = self.laid.offsets[out.name]
-            if isinstance(out, ConstOut):
-                self.out.write(out.data, offset)
-            elif isinstance(out, CopyOut):
-                tensor = out.source
-                last = runs[-1] if runs else None
-                # Neighbours in both files are one run: a re-tag becomes a few long copies.
-                if (
-                    last
-                    and last[0] == tensor.file
-                    and last[1] + last[3] == tensor.start
-                    and last[2] + last[3] == offset
-                ):
-                    last[3] += tensor.nbytes
-                else:
-                    runs.append([tensor.file, tensor.start, offset, tensor.nbytes])
-        for file, start, offset, size in runs:
-            for begin in range(0, size, COPY_BYTES):
-                count = min(COPY_BYTES, size - begin)
-                self._queue.append(self._copy_job(file, start + begin, offset + begin, count))
-
-    def _copy_job(self, file: int, start: int, offset: int, size: int) -> Callable[[], None]:
+    def _copy_job(self, unit: CopyUnit) -> Callable[[], None]:
         def job() -> None:
-            if not _copy_in_kernel(self.checkpoint.fd(file), self.out.fd, start, offset, size):
-                self.out.write(memoryview(self.checkpoint.pread(file, start, size)), offset)
-            self.progress(size)
+            moved = _copy_in_kernel(
+                self.checkpoint.fd(unit.file), self.out.fd, unit.start, unit.offset, unit.nbytes
+            )
+            if not moved:
+                self.out.write(self.checkpoint.pread(unit.file, unit.start, unit.nbytes).data, unit.offset)
+            self._note(unit.key)
+            self.progress(unit.nbytes)
 
         return job
 
     # ---- transformations
 
-    def _queue_action(self, action: Action) -> None:
-        layer = action.layer
-        for expert in range(layer.experts) if layer.experts else (None,):
-            reader = LayerReader(self.checkpoint, layer, expert)
-            factor = input_factor(layer, reader, self.backend) if action.fold else None
-            parts = [out for out in action.outputs if isinstance(out, PartOut)]
-            task = _Task(action, reader, self._piece_rows(action), expert, parts, factor)
-            self._tasks.append(task)
-            statistic = action.codec.statistic(action.options) if action.kind != "repack" else "none"
-            if statistic == "amax":
-                starts = range(0, layer.n, task.rows)
-                task.pending = len(starts)
-                self._queue.extend(self._amax_job(task, a) for a in starts)
-            elif statistic == "sample":
-                self._queue.append(self._sample_job(task))
+    def _queue_layer(self, unit: LayerUnit) -> None:
+        action, layer = unit.action, unit.action.layer
+        reader = LayerReader(self.checkpoint, layer, unit.expert)
+        factor = input_factor(layer, reader, self.backend) if action.fold else None
+        parts = [out for out in action.outputs if isinstance(out, PartOut)]
+        task = _Task(unit, reader, self._piece_rows(action), parts, factor)
+        self._tasks.append(task)
+        todo = []
+        for a in range(0, layer.n, task.rows):
+            record = self._skip(f"{unit.key}@{a}", self._piece_bytes(task, a))
+            if record is None:
+                todo.append(a)
             else:
-                self._queue.extend(self._encode_jobs(task))
+                task.restore(a, record)
+        task.todo = todo
+        statistic = action.codec.statistic(action.options) if action.kind != "repack" else "none"
+        if not todo:
+            return
+        if statistic == "amax":
+            starts = range(0, layer.n, task.rows)
+            task.pending = len(starts)
+            self._queue.extend(self._amax_job(task, a) for a in starts)
+        elif statistic == "sample":
+            self._queue.append(self._sample_job(task))
+        else:
+            self._queue.extend(self._encode_jobs(task))
+
+    @staticmethod
+    def _piece_bytes(task: _Task, a: int) -> int:
+        layer = task.action.layer
+        return task.unit.nbytes * (min(a + task.rows, layer.n) - a) // max(layer.n, 1)
 
     def _piece_rows(self, action: Action) -> int:
         layer = action.layer
         step = lcm(layer.codec.row_step(layer.options), action.codec.row_step(action.options))
-        return max(step, self._elements // max(layer.k, 1) // step * step)
+        return max(step, PIECE_ELEMENTS // max(layer.k, 1) // step * step)
 
     def _values(self, task: _Task, a: int, b: int) -> F32:
         """Source rows [a, b) in the basis that the output is stored in, finite."""
@@ -271,25 +305,25 @@ class Executor:
 
     def _prepare(self, task: _Task, statistic: Any) -> None:
         action = task.action
-        task.common = action.codec.prepare(statistic, action.options, self.backend, self.plan.quality)
+        task.common = action.codec.prepare(statistic, action.options, self.backend, self.quality)
         self._push_front(self._encode_jobs(task))
 
     def _encode_jobs(self, task: _Task) -> list[Callable[[], None]]:
-        starts = range(0, task.action.layer.n, task.rows)
-        task.unwritten = len(starts)
-        return [self._encode_job(task, a) for a in starts]
+        task.unwritten = len(task.todo)
+        return [self._encode_job(task, a) for a in task.todo]
 
     def _encode_job(self, task: _Task, a: int) -> Callable[[], None]:
         def job() -> None:
             action, layer = task.action, task.action.layer
             b = min(a + task.rows, layer.n)
+            facts: dict[str, Any] = {}
             if action.kind == "repack":
                 codes = layer.codec.load(task.reader, a, b, self.backend)
             else:
                 x = self._values(task, a, b)
                 if not task.statistics:
                     self._finite_amax(task, x, a)
-                codes = action.codec.encode(x, task.common, action.options, self.backend, self.plan.quality)
+                codes = action.codec.encode(x, task.common, action.options, self.backend, self.quality)
                 y = action.codec.decode(codes, action.options, self.backend)
                 energy = self.backend.error(x, y)
                 if not np.isfinite(energy[1]):
@@ -300,31 +334,28 @@ class Executor:
                         found=f"magnitude {self.backend.amax(x):.4g}",
                         hint="choose a wider --dtype or target",
                     )
-                with task.lock:
-                    task.energies[a] = energy
+                facts["energy"] = energy
                 if a == 0 or b == layer.n:
-                    self._probe(task, a, x[:PROBE_ROWS], y[:PROBE_ROWS])
+                    head = self.backend.error(x[:PROBE_ROWS], y[:PROBE_ROWS])
+                    facts["probe"] = (min(a + PROBE_ROWS, b), *head)
             self._store(task, action.codec.store(codes, action.options, layer.k), a, b)
+            self._note(f"{task.unit.key}@{a}", **facts)
             with task.lock:
+                task.restore(a, facts)
                 task.unwritten -= 1
                 if not task.unwritten:
                     task.reader.release()
-            self.progress(layer.nbytes * (b - a) // max(layer.n * max(layer.experts, 1), 1))
+            self.progress(self._piece_bytes(task, a))
 
         return job
-
-    def _probe(self, task: _Task, a: int, x: F32, y: F32) -> None:
-        signal, noise = self.backend.error(x, y)
-        with task.lock:
-            task.probes.append(Probe(task.expert, a, a + len(x), signal, noise))
 
     def _store(self, task: _Task, arrays: dict[str, Array], a: int, b: int) -> None:
         layer = task.action.layer
         for out in task.parts:
             spec, array = out.part.spec, np.ascontiguousarray(arrays[out.part.suffix])
             offset, n = self.laid.offsets[out.name], layer.n
-            if task.expert is not None:
-                offset += spec.nbytes // layer.experts * task.expert
+            if task.unit.expert is not None:
+                offset += spec.nbytes // layer.experts * task.unit.expert
             if out.part.place == "whole":
                 if a == 0:
                     self.out.write(array.reshape(-1).view(np.uint8).data, offset)
@@ -363,8 +394,3 @@ def _copy_in_kernel(source: int, target: int, start: int, offset: int, size: int
             return False
         done += moved
     return True
-
-
-def output_header(plan: Plan) -> list[tuple[str, Any]]:
-    """(name, spec) of every output tensor, in file order."""
-    return [(out.name, out_spec(out)) for out in plan.outputs()]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qconvert.convert.actions import Plan
-from qconvert.convert.execute import PROBE_ROWS, Executor, Probe, Result, output_header
+from qconvert.convert.actions import Plan, out_spec, output_header
+from qconvert.convert.execute import PROBE_ROWS, Executor, Probe, Result
 from qconvert.convert.output import OutputFile, refuse_same_file
 from qconvert.convert.plan import PlanOptions, make_plan
 from qconvert.convert.reading import read_source, refuse_senseless
+from qconvert.convert.sidecars import Sidecars
+from qconvert.convert.units import make_units
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.header import Layout, layout
@@ -21,6 +24,7 @@ from qconvert.kernels.api import Backend
 from qconvert.kernels.select import get_backend
 from qconvert.runtime.contracts.base import Contract, Verdict
 from qconvert.runtime.contracts.registry import DEFAULT_CONTRACT, contract_names, get_contract
+from qconvert.runtime.sidecars import LayerForm, OutputForm, folder_file
 from qconvert.runtime.targets import Target, get_target
 from qconvert.runtime.verify import Side, compare_rows, decibels
 
@@ -39,6 +43,7 @@ class Request:
     assume: tuple[Assumption, ...] = ()
     strict: bool = False
     force: bool = False
+    resume: bool = False
     jobs: int | None = None
     backend: str = "cpu"
 
@@ -60,7 +65,8 @@ def default_output(source: Path, target: Target) -> Path:
     """STEM.TARGET.safetensors beside the source, ':' becoming '-'."""
     stem = source.name if source.is_dir() else source.name.removesuffix(".safetensors")
     folder = source if source.is_dir() else source.parent
-    return folder / f"{stem}.{target.name.replace(':', '-')}.safetensors"
+    name = f"{stem}.{target.name.replace(':', '-')}"
+    return folder / (name if target.sidecars else f"{name}.safetensors")
 
 
 def contracts_for(target: Target, runtime: str | None) -> tuple[Contract, ...]:
@@ -68,6 +74,10 @@ def contracts_for(target: Target, runtime: str | None) -> tuple[Contract, ...]:
     if target.runtime == "none":
         if runtime is not None:
             raise UsageError(f"--runtime has no meaning for the target {target.name}")
+        return ()
+    if target.runtime == "others" or not target.gated:
+        if runtime is not None and runtime != target.family_runtime:
+            raise UsageError(f"runtime {runtime!r} does not serve the target {target.name}")
         return ()
     names = [name for name in contract_names() if name.split("-")[0] == target.runtime]
     if runtime is None:
@@ -100,7 +110,22 @@ def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
             hint="`qconvert inspect` lists all of them",
         )
     metadata = plan.metadata | {"qconvert": dumps(provenance(plan, request, checkpoint))}
+    if target.header is not None:
+        metadata |= target.header(output_form(plan, checkpoint, "model.safetensors"))
     return plan, layout(output_header(plan), metadata)
+
+
+def output_form(plan: Plan, checkpoint: Checkpoint, file: str) -> OutputForm:
+    """The finished plan as a target's hooks see it."""
+    layers = []
+    for action in plan.actions:
+        tensors = {out.name.removeprefix(action.prefix + "."): out_spec(out) for out in action.outputs}
+        layer = action.layer
+        form = LayerForm(
+            action.prefix, action.role, action.codec.name, action.options, layer.n, layer.k, tensors
+        )
+        layers.append(form)
+    return OutputForm(plan.target.name, tuple(layers), checkpoint.config, file, plan.dtype)
 
 
 def provenance(plan: Plan, request: Request, checkpoint: Checkpoint) -> dict[str, object]:
@@ -139,25 +164,70 @@ def execute_plan(
 ) -> Outcome:
     """Write, gate and read back what `plan_job` decided."""
     path = output_path(request, plan.target)
+    sidecars = {}
+    if plan.target.sidecars is not None:
+        path = path / folder_file(checkpoint.config, checkpoint.files[0].name)
+        sidecars = plan.target.sidecars(output_form(plan, checkpoint, path.name))
+        if path.parent.resolve() == checkpoint.files[0].parent.resolve():
+            raise UsageError("the source's own folder", file=str(path.parent), hint="name another one")
     refuse_same_file(checkpoint.files, path)
     backend = get_backend(request.backend)
     jobs = request.jobs or os.cpu_count() or 1
-    with OutputFile(path, laid.file_size, force=request.force, mode_of=checkpoint.files[0]) as out:
-        results = Executor(checkpoint, plan, laid, out, backend, jobs, progress).run()
+    with (
+        Sidecars(path.parent, sidecars, force=request.force) as beside,
+        OutputFile(
+            path,
+            laid.file_size,
+            digest=job_digest(laid, checkpoint),
+            force=request.force,
+            resume=request.resume,
+            mode_of=checkpoint.files[0],
+        ) as out,
+    ):
+        executor = Executor(
+            checkpoint,
+            laid,
+            out,
+            backend,
+            quality=plan.quality,
+            jobs=jobs,
+            progress=progress,
+            journal=out.journal,
+        )
+        results = executor.run(make_units(plan, laid))
         checkpoint.check_unchanged()
         with opened(out.temporary) as written:
+            if sidecars:
+                written.config = beside.config()
             verdicts = tuple(contract.check(written.view()) for contract in plan.contracts)
             _gate(path, plan, verdicts)
             _read_back(checkpoint, written, plan, results, path, backend)
         out.commit()
+        beside.commit()
     return Outcome(plan, path, checkpoint.nbytes, laid.file_size, results, verdicts, time.monotonic() - begun)
 
 
+def job_digest(laid: Layout, checkpoint: Checkpoint) -> str:
+    """Names what is being made: the output's header (which holds plan and version) and the source as it lies there.
+
+    Size and modification time of the source count too: a file changed between two runs must not be continued.
+    """
+    state = hashlib.sha256(laid.prefix)
+    state.update(checkpoint.digest().encode())
+    for file in checkpoint.files:
+        facts = file.stat()
+        state.update(f"{facts.st_size}:{facts.st_mtime_ns};".encode())
+    return state.hexdigest()
+
+
 def output_path(request: Request, target: Target) -> Path:
-    """Where the output goes; a folder (existing, or named with a trailing slash) gets the default name."""
+    """Where the output goes; a folder (existing, or named with a trailing slash) gets the default name.
+
+    Targets with files beside the tensors are folders: the output named is that folder.
+    """
     if request.output is None:
         return default_output(request.source, target)
-    if request.output.is_dir() or str(request.output).endswith(("/", os.sep)):
+    if target.sidecars is None and (request.output.is_dir() or str(request.output).endswith(("/", os.sep))):
         return request.output / default_output(request.source, target).name
     return request.output
 

@@ -7,9 +7,11 @@ import errno
 import os
 import shutil
 import stat
+import sys
 from pathlib import Path
 from types import TracebackType
 
+from qconvert.convert.journal import Journal
 from qconvert.formats.errors import QConvertError, UsageError
 
 #: Room beyond the payload that must be free, for the file system's own needs.
@@ -26,15 +28,48 @@ def refuse_same_file(sources: list[Path], target: Path) -> None:
             raise UsageError("source and target are the same file", file=str(target))
 
 
-class OutputFile:
-    """Context manager. `commit` puts the file under its final name; leaving without it removes every trace."""
+class LockedError(QConvertError):
+    """Another run holds the target."""
 
-    def __init__(self, path: Path, size: int, *, force: bool, mode_of: Path | None = None) -> None:
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def lock(descriptor: int, path: Path) -> None:
+        """Hold the partial file for this process. Raises LockedError when another one does."""
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        except OSError:
+            raise LockedError("another qconvert is writing this file", file=str(path)) from None
+
+else:
+    import fcntl
+
+    def lock(descriptor: int, path: Path) -> None:
+        """Hold the partial file for this process. Raises LockedError when another one does."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockedError("another qconvert is writing this file", file=str(path)) from None
+
+
+class OutputFile:
+    """Context manager. `commit` puts the file under its final name; leaving by an error removes every trace.
+
+    A kill, or an interruption by the user, leaves `.NAME.partial` and its journal for `--resume`. `digest` names
+    what is being made (see `Journal`). Two runs on one target exclude each other by a lock on the partial file.
+    """
+
+    def __init__(
+        self, path: Path, size: int, *, digest: str, force: bool, resume: bool, mode_of: Path | None = None
+    ) -> None:
         self.path = path
         self.size = size
-        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self.temporary = path.with_name(f".{path.name}.partial")
+        self.journal = Journal(path.with_name(f".{path.name}.journal"), digest, self.flush)
         self._mode_of = mode_of
         self._force = force
+        self._resume = resume
         self._fd = -1
         self._done = False
 
@@ -46,9 +81,25 @@ class OutputFile:
             raise UsageError("is a folder", file=str(self.path))
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(folder).free
+            self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
         except OSError as error:
-            raise QConvertError(f"cannot be written: {error.strerror}", file=str(folder)) from None
+            raise self._failed(error) from None
+        try:
+            lock(self._fd, self.path)
+            self.journal.begin(self._resume)
+            self._require_space(folder)
+            self._preallocate()
+        except OSError as error:
+            self._discard()
+            raise self._failed(error) from None
+        except BaseException as error:
+            self._discard(keep=isinstance(error, LockedError) or self._resume)
+            raise
+        return self
+
+    def _require_space(self, folder: Path) -> None:
+        have = os.fstat(self._fd)
+        free = shutil.disk_usage(folder).free + getattr(have, "st_blocks", 0) * 512
         if free < self.size + _SLACK_BYTES:
             raise QConvertError(
                 "not enough space for the output",
@@ -56,20 +107,12 @@ class OutputFile:
                 found=f"{free / 1e9:.2f} GB free",
                 expected=f"{(self.size + _SLACK_BYTES) / 1e9:.2f} GB",
             )
-        try:
-            self._fd = os.open(
-                self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
-            )
-            self._preallocate()
-        except OSError as error:
-            self._discard()
-            raise self._failed(error) from None
-        return self
 
     def _preallocate(self) -> None:
         if hasattr(os, "posix_fallocate") and self.size:
             try:
                 os.posix_fallocate(self._fd, 0, self.size)
+                os.ftruncate(self._fd, self.size)
                 return
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
@@ -93,6 +136,13 @@ class OutputFile:
         except OSError as error:
             raise self._failed(error) from None
 
+    def flush(self) -> None:
+        """Everything written so far is on the device."""
+        try:
+            getattr(os, "fdatasync", os.fsync)(self._fd)
+        except OSError as error:
+            raise self._failed(error) from None
+
     def commit(self) -> None:
         """Flush to the device and rename; the folder is flushed too, so that the name survives a power cut."""
         try:
@@ -109,6 +159,7 @@ class OutputFile:
         except OSError as error:
             raise self._failed(error) from None
         self._done = True
+        self.journal.remove()
         with contextlib.suppress(OSError):
             folder = os.open(self.path.parent, os.O_RDONLY)
             try:
@@ -129,15 +180,20 @@ class OutputFile:
             return
         self.temporary.unlink()
 
-    def _discard(self) -> None:
+    def _discard(self, keep: bool = False) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        with contextlib.suppress(OSError):
-            self.temporary.unlink()
+        self.journal.close()
+        if not keep:
+            with contextlib.suppress(OSError):
+                self.temporary.unlink()
+            with contextlib.suppress(OSError):
+                self.journal.remove()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._done:
-            self._discard()
+            interrupted = kind is not None and not issubclass(kind, Exception)
+            self._discard(keep=interrupted)

@@ -1,0 +1,103 @@
+"""What is already written: pieces of an output, noted beside it so that a killed run can be continued.
+
+A journal is a text file of JSON lines. The first names what is being made (a digest over source headers, plan and
+version); each further line is a finished piece. A piece is noted only after its bytes were flushed to the device,
+so that neither a kill nor a power cut can make a hole that the journal calls written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qconvert.formats.checkpoint import dumps
+from qconvert.formats.errors import QConvertError
+
+#: Seconds between flushes: what a killed run loses at most, and rare enough to cost nothing.
+FLUSH_SECONDS = 2.0
+
+Record = dict[str, Any]
+
+
+class Journal:
+    """Finished pieces by key. Thread-safe. `flush` makes the output's bytes durable."""
+
+    def __init__(self, path: Path, digest: str, flush: Callable[[], None]) -> None:
+        self.path = path
+        self.digest = digest
+        self._flush = flush
+        self._done: dict[str, Record] = {}
+        self._waiting: list[Record] = []
+        self._lock = threading.Lock()
+        self._last = time.monotonic()
+        self._fd = -1
+
+    def begin(self, resume: bool) -> None:
+        """Start anew, or (`resume`) take over what an earlier run noted.
+
+        Raises QConvertError when there is something to resume that belongs to another source, plan or version.
+        """
+        keep = 0
+        if resume and self.path.exists():
+            keep = self._load()
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        # A line cut off by the kill goes; what follows starts on a line of its own.
+        os.ftruncate(self._fd, keep)
+        os.lseek(self._fd, keep, os.SEEK_SET)
+        if not keep:
+            os.write(self._fd, (dumps({"qconvert": self.digest}) + "\n").encode())
+        os.fsync(self._fd)
+
+    def _load(self) -> int:
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        lines = whole.splitlines()
+        try:
+            first = json.loads(lines[0])["qconvert"] if lines else None
+            records = [json.loads(line) for line in lines[1:]]
+        except (ValueError, KeyError, TypeError):
+            raise QConvertError(
+                "journal cannot be read", file=str(self.path), hint="run without --resume"
+            ) from None
+        if first is None:
+            return 0
+        if first != self.digest:
+            raise QConvertError(
+                "--resume: the unfinished output was made from another source, plan or version",
+                file=str(self.path),
+                hint="run without --resume to start anew",
+            )
+        self._done = {record["key"]: record for record in records}
+        return len(whole)
+
+    def done(self, key: str) -> Record | None:
+        """The record of a finished piece, None when it is still to do."""
+        return self._done.get(key)
+
+    def add(self, key: str, **facts: Any) -> None:
+        """Note a piece whose bytes were handed to the system."""
+        with self._lock:
+            self._waiting.append({"key": key, **facts})
+            if time.monotonic() - self._last < FLUSH_SECONDS:
+                return
+            ready, self._waiting = self._waiting, []
+            self._last = time.monotonic()
+            # Under the lock: a piece noted meanwhile must not be taken for one that was flushed.
+            self._flush()
+            os.write(self._fd, "".join(dumps(record) + "\n" for record in ready).encode())
+
+    def close(self) -> None:
+        """Give up the file's handle; pieces not yet noted are forgotten."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def remove(self) -> None:
+        """The output is complete, or given up."""
+        self.close()
+        self.path.unlink(missing_ok=True)
