@@ -200,3 +200,15 @@ def is_row(shape: tuple[int, ...], n: int) -> bool:
 def up(x: int, m: int) -> int:
     """x rounded up to a multiple of m."""
     return (x + m - 1) // m * m
+
+
+def stored_k(options: Options, k: int) -> int:
+    """Columns that are stored of a layer with K = k: more where a writer padded them (option `padded`)."""
+    return int(options["padded"]["k"]) if "padded" in options else k
+
+
+def cut(x: F32, options: Options) -> F32:
+    """Decoded rows without the columns that were padding."""
+    if "padded" not in options or x.shape[1] == options["padded"]["true_k"]:
+        return x
+    return np.ascontiguousarray(x[:, : options["padded"]["true_k"]])

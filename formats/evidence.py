@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from qconvert.formats.base import stored_k
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.evidence_float8 import weight_range
 from qconvert.formats.evidence_nibbles import nibble_order
@@ -60,7 +61,11 @@ def weigh(
 
     `is_table` tells embeddings from linear layers by name: tables are not rotated by any quantiser known.
     """
-    layers = [layer for layer in inventory.layers.values() if layer.quantised and layer.n and layer.k]
+    layers = [
+        layer
+        for layer in inventory.layers.values()
+        if layer.quantised and layer.n and layer.k == stored_k(layer.options, layer.k) > 0
+    ]
     out: list[Judgement] = []
     for name in ("nvfp4", "mxfp8"):
         for pool in _by_carrier(layer for layer in layers if layer.codec.name == name):

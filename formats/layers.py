@@ -14,6 +14,7 @@ from qconvert.formats.dtypes import FLOATS, numpy_dtype
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.finding import Finding, Level
 from qconvert.formats.marker import Markers, collect
+from qconvert.formats.padding import unpad
 from qconvert.formats.registry import CODECS, codec, codec_for_marker, known_formats
 from qconvert.formats.tensors import TensorSpec
 
@@ -170,6 +171,7 @@ def take_inventory(checkpoint: Checkpoint, assume: Sequence[Assumption] = ()) ->
         else:
             if assumed is not None:
                 _assume(layer, assumed)
+            unpad(checkpoint, layer)
             layers[prefix] = layer
     if unused:
         raise UsageError(f"--assume {min(unused)!r} fits no quantised layer")

@@ -9,7 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from qconvert.formats.base import F32, Array, Codec, Codes, Group, Options, Part, Recognition, Stored, up
+from qconvert.formats.base import (
+    F32,
+    Array,
+    Codec,
+    Codes,
+    Group,
+    Options,
+    Part,
+    Recognition,
+    Stored,
+    cut,
+    stored_k,
+    up,
+)
 from qconvert.formats.finding import Finding
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
@@ -88,7 +101,7 @@ class Mxfp8(Codec):
             Part("weight_scale", Spec(options.get("scale_dtype", "U8"), shape), "tiles"),
         )
 
-    def marker(self, options: Options) -> dict[str, Any]:
+    def marker(self, options: Options) -> dict[str, Any] | None:
         marker: dict[str, Any] = {"format": "mxfp8"}
         if options.get("full_precision"):
             marker["full_precision_matrix_mult"] = True
@@ -101,7 +114,7 @@ class Mxfp8(Codec):
         return (options["scales"],)
 
     def load(self, stored: Stored, a: int, b: int, backend: Backend) -> Codes:
-        source, blocks = stored.options["source"], stored.k // 32
+        source, blocks = stored.options["source"], stored_k(stored.options, stored.k) // 32
         if stored.options["scales"] == "swizzled":
             tiles = stored.rows(source, a, min(up(b, 128), stored.shape(source)[0])).view(np.uint8)
             scales = unswizzle(tiles, b - a, blocks)
@@ -110,7 +123,7 @@ class Mxfp8(Codec):
         return {"q": stored.rows("weight", a, b).view(np.uint8), "block_scale": np.ascontiguousarray(scales)}
 
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
-        return backend.mxfp8_decode(codes["q"], codes["block_scale"])
+        return cut(backend.mxfp8_decode(codes["q"], codes["block_scale"]), options)
 
     def encode(self, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality) -> Codes:
         q, scales = backend.mxfp8_encode(x, quality)
@@ -120,4 +133,4 @@ class Mxfp8(Codec):
         return {"weight": codes["q"], "weight_scale": swizzle(codes["block_scale"])}
 
     def carries(self, source: Options, target: Options) -> bool:
-        return True
+        return "padded" not in source

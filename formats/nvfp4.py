@@ -21,8 +21,10 @@ from qconvert.formats.base import (
     Recognition,
     Statistic,
     Stored,
+    cut,
     is_scalar,
     scalar,
+    stored_k,
     up,
 )
 from qconvert.formats.finding import Finding
@@ -151,8 +153,9 @@ class Nvfp4(Codec):
         return (options["nibbles"], options["scales"])
 
     def load(self, stored: Stored, a: int, b: int, backend: Backend) -> Codes:
-        blocks = stored.k // 16
-        codes = stored.rows("weight", a, b).view(np.uint8).reshape(b - a, stored.k // 2)
+        k = stored_k(stored.options, stored.k)
+        blocks = k // 16
+        codes = stored.rows("weight", a, b).view(np.uint8).reshape(b - a, k // 2)
         if stored.options["scales"] == "swizzled":
             tiles = stored.rows("weight_scale", a, min(up(b, 128), up(stored.n, 128))).view(np.uint8)
             scales = unswizzle(tiles, b - a, blocks)
@@ -169,7 +172,8 @@ class Nvfp4(Codec):
         return out
 
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
-        return backend.nvfp4_decode(codes["q"], codes["block_scale"], np.float32(codes["tensor_scale"]))
+        x = backend.nvfp4_decode(codes["q"], codes["block_scale"], np.float32(codes["tensor_scale"]))
+        return cut(x, options)
 
     def prepare(self, statistic: Any, options: Options, backend: Backend, quality: Quality) -> Codes:
         return {"tensor_scale": np.asarray(backend.nvfp4_tensor_scale(statistic), np.float32)}
@@ -190,4 +194,4 @@ class Nvfp4(Codec):
         return out
 
     def carries(self, source: Options, target: Options) -> bool:
-        return self.rotation(source) == self.rotation(target)
+        return self.rotation(source) == self.rotation(target) and "padded" not in source
