@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 from qconvert.formats.awq_w4a16 import AwqW4A16
+from qconvert.formats.awq import Awq
 from qconvert.formats.base import Codec
 from qconvert.formats.float8 import Float8
+from qconvert.formats.gptq import Gptq
 from qconvert.formats.int8 import Int8
 from qconvert.formats.mxfp8 import Mxfp8
 from qconvert.formats.nvfp4 import Nvfp4
@@ -21,6 +23,8 @@ CODECS: tuple[Codec, ...] = (
     W4A8(),
     Nvfp4(),
     AwqW4A16(),
+    Gptq(),
+    Awq(),
     Mxfp8(),
     Float8(),
     ConvRotW4A4(),
