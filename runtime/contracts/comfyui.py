@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from qconvert.formats.errors import UsageError
@@ -13,12 +12,11 @@ from qconvert.runtime.contracts.base import Kind, LayerVerdict, Verdict, Violati
 from qconvert.runtime.contracts.comfyui_read import Found, read
 from qconvert.runtime.contracts.comfyui_rules import LAYOUTS, marker_violations, shape_violations
 from qconvert.runtime.contracts.comfyui_tensors import tensor_violations, unmarked_violations
-from qconvert.runtime.contracts.common import PLAIN_FORMATS, Layer, remedy
+from qconvert.runtime.contracts.common import PLAIN_FORMATS, Layer, planned_marker, remedy, with_remedies
 from qconvert.runtime.roles import is_embedding_name
 
 _CONFIG = "comfyui"
 _CLASS = "MixedPrecisionOps"
-_NOT_IN_MARKERS = frozenset({"scale", "tensors", "partitions", "bits"})
 
 
 class ComfyContract:
@@ -42,7 +40,7 @@ class ComfyContract:
             message = "no quantisation markers: loaded as an unquantised checkpoint"
             violations.append(Violation("note", "unquantised", message))
         verdict = Verdict(self.name, _CLASS if found.markers else None, tuple(layers), tuple(violations))
-        return _with_remedies(verdict, remedy(view, _target(found)))
+        return with_remedies(verdict, remedy(view, _target(found)))
 
     def layer_refusal(
         self, config: str, kind: Kind, format_name: str, n: int, k: int, options: Mapping[str, Any]
@@ -90,7 +88,7 @@ class ComfyContract:
 
 
 def _planned(kind: Kind, format_name: str, k: int, options: Mapping[str, Any]) -> Iterator[Violation]:
-    marker = {"format": format_name} | {key: options[key] for key in options if key not in _NOT_IN_MARKERS}
+    marker = planned_marker(format_name, options)
     violations = marker_violations(kind, "", marker)
     yield from violations
     if not any(violation.severity == "refuse" for violation in violations):
@@ -127,14 +125,6 @@ def _target(found: Found) -> str:
     if "U8" in dtypes:
         return f"{_CONFIG}:nvfp4"
     return f"{_CONFIG}:{'int8_tensorwise' if 'I8' in dtypes else 'float8_e4m3fn'}"
-
-
-def _with_remedies(verdict: Verdict, command: str) -> Verdict:
-    def mended(violations: tuple[Violation, ...]) -> tuple[Violation, ...]:
-        return tuple(v if v.severity == "note" else replace(v, remedy=command) for v in violations)
-
-    layers = tuple(replace(layer, violations=mended(layer.violations)) for layer in verdict.layers)
-    return replace(verdict, layers=layers, violations=mended(verdict.violations))
 
 
 COMFYUI = ComfyContract()

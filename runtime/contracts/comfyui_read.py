@@ -10,9 +10,8 @@ from typing import Any
 
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Violation
-from qconvert.runtime.contracts.common import MARKER, marker_text
+from qconvert.runtime.contracts.common import HEADER_KEY, MARKER, marker_text
 
-HEADER_KEY = "_quantization_metadata"
 #: Stripped from every name of a diffusion model, in tensors and in the header alike.
 DIFFUSION_PREFIX = "model.diffusion_model."
 SENTINEL = "scaled_fp8"

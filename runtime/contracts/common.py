@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
 from qconvert.formats.tensors import HeaderView, Spec
-from qconvert.runtime.contracts.base import Kind
+from qconvert.runtime.contracts.base import Kind, Verdict, Violation
 
 #: Formats that are no quantisation at all: layers in them are served by every runtime.
 PLAIN_FORMATS = frozenset({"bf16", "fp16", "f16", "fp32", "f32", "plain", "bfloat16", "float16", "float32"})
 #: Dtypes that loaders cast into each other without loss of meaning (biases, pre_quant_scale).
 FLOATS = frozenset({"F32", "F16", "BF16"})
 MARKER = "comfy_quant"
+#: The header entry that carries markers: {"layers": {LAYER: MARKER}}.
+HEADER_KEY = "_quantization_metadata"
+_NOT_IN_MARKERS = frozenset({"scale", "tensors", "partitions", "bits"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,31 @@ def marker_text(marker: Mapping[str, Any]) -> str:
         return repr(dict(marker))
 
 
+def planned_marker(format_name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The marker that a planner's options (see base.Contract.layer_refusal) would become."""
+    return {"format": format_name} | {key: options[key] for key in options if key not in _NOT_IN_MARKERS}
+
+
 def remedy(view: HeaderView, target: str, *options: str) -> str:
     """The command that mends a file: a single file by its name, shards by their folder."""
     source = view.files[0] if len(view.files) == 1 else str(PurePath(view.files[0]).parent)
     return shlex.join(["qconvert", source, "--to", target, *options])
+
+
+def with_remedies(verdict: Verdict, command: str) -> Verdict:
+    """The same verdict, every fault of the file with the command that mends it.
+
+    A rank's share that does not fit (`tp-...`) is no fault of the file: fewer ranks mend it, no conversion does.
+    """
+
+    def mended(violations: tuple[Violation, ...]) -> tuple[Violation, ...]:
+        return tuple(
+            v if v.severity == "note" or v.rule.startswith("tp-") else replace(v, remedy=command)
+            for v in violations
+        )
+
+    layers = tuple(replace(layer, violations=mended(layer.violations)) for layer in verdict.layers)
+    return replace(verdict, layers=layers, violations=mended(verdict.violations))
 
 
 def up(value: int, multiple: int) -> int:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from qconvert.formats.errors import UsageError
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Kind, LayerVerdict, Verdict, Violation
-from qconvert.runtime.contracts.common import PLAIN_FORMATS, Layer, remedy, tensors_by_layer
+from qconvert.runtime.contracts.common import (
+    PLAIN_FORMATS,
+    Layer,
+    planned_marker,
+    remedy,
+    tensors_by_layer,
+    with_remedies,
+)
 from qconvert.runtime.contracts.sglang_headers import orphan_violations, route_violations
 from qconvert.runtime.contracts.sglang_markers import Markers, read_markers
 from qconvert.runtime.contracts.sglang_rules import (
@@ -71,7 +77,8 @@ class SglangContract:
             for prefix in sorted(markers)
         )
         verdict = Verdict(self.name, self.configs[config] if config else None, verdicts, tuple(problems))
-        return self._with_remedies(verdict, view, config or _nearest_target(markers, view))
+        options = () if self.dialect is NEWER else ("--runtime", self.name)
+        return with_remedies(verdict, remedy(view, config or _nearest_target(markers, view), *options))
 
     def layer_refusal(
         self, config: str, kind: Kind, format_name: str, n: int, k: int, options: Mapping[str, Any]
@@ -160,9 +167,7 @@ class SglangContract:
     def _planned(
         self, config: str, kind: Kind, format_name: str, n: int, k: int, options: Mapping[str, Any]
     ) -> Iterator[Violation]:
-        marker = {"format": format_name} | {
-            key: options[key] for key in options if key not in _NOT_IN_MARKERS
-        }
+        marker = planned_marker(format_name, options)
         scale = options.get("scale")
         yield from marker_violations(self.dialect, config, kind, "", marker, scale)
         yield from shape_violations("", kind, marker, k)
@@ -185,23 +190,6 @@ class SglangContract:
         for suffix in sorted(refused & set(options.get("tensors", ()))):
             message = f"Parameter {suffix} not found in the model"
             yield Violation("refuse", "tensor-unknown", message, expected=f"no {suffix} in this layer")
-
-    def _with_remedies(self, verdict: Verdict, view: HeaderView, target: str) -> Verdict:
-        options = () if self.dialect is NEWER else ("--runtime", self.name)
-        command = remedy(view, target, *options)
-
-        def mended(violations: tuple[Violation, ...]) -> tuple[Violation, ...]:
-            # A share that does not fit is no fault of the file: fewer ranks mend it, no conversion does.
-            return tuple(
-                v if v.severity == "note" or v.rule.startswith("tp-") else replace(v, remedy=command)
-                for v in violations
-            )
-
-        layers = tuple(replace(layer, violations=mended(layer.violations)) for layer in verdict.layers)
-        return replace(verdict, layers=layers, violations=mended(verdict.violations))
-
-
-_NOT_IN_MARKERS = frozenset({"scale", "tensors", "partitions", "bits"})
 
 
 def _unsupported(formats: list[str]) -> Violation:

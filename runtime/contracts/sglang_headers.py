@@ -8,8 +8,7 @@ from typing import Any
 
 from qconvert.formats.tensors import HeaderView
 from qconvert.runtime.contracts.base import Violation
-from qconvert.runtime.contracts.common import FLOATS
-from qconvert.runtime.contracts.sglang_markers import HEADER_KEY
+from qconvert.runtime.contracts.common import FLOATS, HEADER_KEY
 from qconvert.runtime.roles import is_embedding_name
 
 #: Suffixes that only quantised layers have. Beside an unmarked layer no model has a parameter for them.

@@ -11,11 +11,10 @@ from typing import Any
 
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Violation
-from qconvert.runtime.contracts.common import MARKER
+from qconvert.runtime.contracts.common import HEADER_KEY, MARKER
 
 Markers = dict[str, dict[str, Any]]
 
-HEADER_KEY = "_quantization_metadata"
 #: Weights of these types must be marked; others (F8_E5M2 among them) pass as plain tensors.
 _MUST_BE_MARKED = frozenset({"F8_E4M3", "I8", "U8"})
 #: Types that numpy does not have: a marker stored so cannot be turned into bytes.
