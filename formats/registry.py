@@ -7,6 +7,7 @@ from functools import cache
 from qconvert.formats.awq_w4a16 import AwqW4A16
 from qconvert.formats.awq import Awq
 from qconvert.formats.base import Codec
+from qconvert.formats.bitsandbytes import Bnb4, Bnb8
 from qconvert.formats.float8 import Float8
 from qconvert.formats.gptq import Gptq
 from qconvert.formats.int8 import Int8
@@ -23,6 +24,8 @@ CODECS: tuple[Codec, ...] = (
     W4A8(),
     Nvfp4(),
     AwqW4A16(),
+    Bnb4(),
+    Bnb8(),
     Gptq(),
     Awq(),
     Mxfp8(),
