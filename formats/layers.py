@@ -15,6 +15,7 @@ from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.finding import Finding, Level
 from qconvert.formats.marker import Markers, collect
 from qconvert.formats.padding import unpad
+from qconvert.formats.quant_config import header_config
 from qconvert.formats.registry import CODECS, codec, codec_for_marker, known_formats
 from qconvert.formats.tensors import TensorSpec
 
@@ -26,6 +27,8 @@ LAYOUT_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
     "nvfp4": {"scales": ("swizzled", "linear"), "nibbles": ("high", "low")},
     "mxfp8": {"scales": ("swizzled", "linear")},
 }
+#: Formats by which a list of layers (format_version 1.1) names those that are not quantised.
+PLAIN_MARKERS = frozenset({"bf16", "fp16", "fp32"})
 #: Weights of these types cannot be plain values.
 QUANTISED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "F4"})
 
@@ -269,6 +272,15 @@ def _legacy(prefix: str, sentinels: list[TensorSpec]) -> tuple[bool, bool]:
     return False, False
 
 
+def _foreign(group: Group, carrier: str, marker: Mapping[str, Any], plain: bool) -> bool:
+    """Entries of a header's list that are no ComfyUI markers: unquantised layers that it names too, and all of a
+    list that ModelOpt's export writes (its "nvfp4" has the low nibble first, FORMATS_OTHER section 4).
+    """
+    if carrier != "header":
+        return False
+    return (plain and marker["format"] in PLAIN_MARKERS) or header_config(group.metadata).method == "modelopt"
+
+
 def _recognise(
     checkpoint: Checkpoint, group: Group, tensors: dict[str, TensorSpec], state: Markers
 ) -> Layer | None:
@@ -276,6 +288,7 @@ def _recognise(
     findings = list(state.findings)
     claims: list[tuple[str, dict[str, Any], Recognition]] = []
     reasons: list[str] = []
+    state.candidates = [item for item in state.candidates if not _foreign(group, *item, plain)]
     for carrier, marker in state.candidates:
         named = codec_for_marker(marker["format"])
         if named is None:

@@ -21,8 +21,10 @@ from qconvert.formats.base import (
     Part,
     Recognition,
     Stored,
+    cut,
     is_scalar,
     scalar,
+    stored_k,
     up,
 )
 from qconvert.formats.finding import Finding
@@ -111,22 +113,27 @@ class Nvfp4Dialect(Nvfp4):
         return parts
 
     def load(self, stored: Stored, a: int, b: int, backend: Backend) -> Codes:
-        names, blocks = self.names, stored.k // 16
-        packed = stored.rows(names.weight, a, b).view(np.uint8).reshape(b - a, stored.k // 2)
+        names, k = self.names, stored_k(stored.options, stored.k)
+        packed = stored.rows(names.weight, a, b).view(np.uint8).reshape(b - a, k // 2)
         if stored.options["scales"] == "swizzled":
-            rows = stored.shape(names.scale)[0]
-            tiles = stored.rows(names.scale, a, min(up(b, 128), rows)).view(np.uint8)
-            scales = unswizzle(tiles.reshape(len(tiles), -1), b - a, blocks)
+            height, width = stored.shape(names.scale)
+            tiles = stored.rows(names.scale, a, min(up(b, 128), height)).view(np.uint8)
+            scales = unswizzle(tiles.reshape(-1, width), b - a, width)
         else:
             scales = stored.rows(names.scale, a, b).view(np.uint8)
-        codes: Codes = {"q": swap_nibbles(packed), "block_scale": np.ascontiguousarray(scales)}
+        codes: Codes = {
+            "q": packed if stored.options["nibbles"] == "high" else swap_nibbles(packed),
+            "block_scale": np.ascontiguousarray(scales[:, : k // 16]),
+        }
         codes.update(self.load_scalars(stored, backend))
         return codes
 
     def load_scalars(self, stored: Stored, backend: Backend) -> Codes:
         """Tensor scale and activation scale in ComfyUI's sense, and the stored reciprocals where they are such."""
         names = self.names
-        codes = _either("tensor_scale", "global_scale", one(stored, names.total, backend), names.total_divides)
+        codes = _either(
+            "tensor_scale", "global_scale", one(stored, names.total, backend), names.total_divides
+        )
         if stored.has(names.activation) and is_scalar(stored.shape(names.activation)):
             value = one(stored, names.activation, backend)
             codes |= _either("input_scale", "input_global_scale", value, names.activation_divides)
@@ -139,7 +146,7 @@ class Nvfp4Dialect(Nvfp4):
         values = E2M1[unpack_nibbles(codes["q"], high_first=True)]
         rows, k = values.shape
         out = values.reshape(rows, k // 16, 16) * spread[..., None]
-        return np.ascontiguousarray(out.reshape(rows, k), np.float32)
+        return cut(np.ascontiguousarray(out.reshape(rows, k), np.float32), options)
 
     def prepare(self, statistic: Any, options: Options, backend: Backend, quality: Quality) -> Codes:
         codes = super().prepare(statistic, options, backend, quality)
@@ -154,7 +161,7 @@ class Nvfp4Dialect(Nvfp4):
         names = self.names
         scales = codes["block_scale"]
         out = {
-            names.weight: swap_nibbles(codes["q"]),
+            names.weight: codes["q"] if options["nibbles"] == "high" else swap_nibbles(codes["q"]),
             names.scale: swizzle(scales) if options["scales"] == "swizzled" else scales,
         }
         out.update(self.store_scalars(codes, options))
@@ -189,7 +196,11 @@ def reciprocal(x: Any) -> np.float32:
     value = np.float32(x)
     with np.errstate(divide="ignore", over="ignore"):
         nearest = np.float32(1) / value
-        for near in (nearest, np.nextafter(nearest, np.float32(0)), np.nextafter(nearest, np.float32(np.inf))):
+        for near in (
+            nearest,
+            np.nextafter(nearest, np.float32(0)),
+            np.nextafter(nearest, np.float32(np.inf)),
+        ):
             if np.float32(1) / near == value:
                 return np.float32(near)
     return nearest

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from functools import cache
 
-from qconvert.formats.awq_w4a16 import AwqW4A16
 from qconvert.formats.awq import Awq
+from qconvert.formats.awq_w4a16 import AwqW4A16
 from qconvert.formats.base import Codec
 from qconvert.formats.bitsandbytes import Bnb4, Bnb8
+from qconvert.formats.compressed_tensors import CompressedMx, CompressedNvfp4
+from qconvert.formats.fastvideo import FastVideoNvfp4
 from qconvert.formats.float8 import Float8
 from qconvert.formats.gptq import Gptq
 from qconvert.formats.int8 import Int8
+from qconvert.formats.lightx2v import LightX2VMx, LightX2VMxfp8, LightX2VNvfp4
+from qconvert.formats.modelopt import (
+    ModelOptInt4,
+    ModelOptMx,
+    ModelOptNvfp4,
+    ModelOptNvfp4Svd,
+    ModelOptNvfp4Wide,
+)
+from qconvert.formats.mx import RowMajorMxfp8
 from qconvert.formats.mxfp8 import Mxfp8
 from qconvert.formats.nvfp4 import Nvfp4
 from qconvert.formats.plain import Plain
@@ -22,6 +33,18 @@ from qconvert.formats.w4a8 import W4A8
 CODECS: tuple[Codec, ...] = (
     SvdQuant(),
     W4A8(),
+    CompressedNvfp4(),
+    FastVideoNvfp4(),
+    CompressedMx(),
+    LightX2VNvfp4(),
+    LightX2VMx(),
+    LightX2VMxfp8(),
+    ModelOptNvfp4Svd(),
+    ModelOptNvfp4(),
+    ModelOptNvfp4Wide(),
+    ModelOptMx(),
+    ModelOptInt4(),
+    RowMajorMxfp8(),
     Nvfp4(),
     AwqW4A16(),
     Bnb4(),
