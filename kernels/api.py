@@ -115,9 +115,7 @@ class Backend(Protocol):
         """One ascending table [16] for a tensor, from sampled (rotated) rows [S,K]. Deterministic."""
         ...
 
-    def w4a8_encode(
-        self, x: F32, group: int, codebook: F32 | None, quality: Quality
-    ) -> tuple[U8, U8, F32]:
+    def w4a8_encode(self, x: F32, group: int, codebook: F32 | None, quality: Quality) -> tuple[U8, U8, F32]:
         """x [R,K] rotated -> codes [R,K/2] (low nibble first), s_rel e4m3 [R,K/G], s_channel [R].
 
         Error is measured through the grid that the runtime computes: round(level*s_rel) clamped to +-127.

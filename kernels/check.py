@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from qconvert.kernels.api import F32
 from qconvert.kernels.search import LEAST_NORMAL
 
@@ -14,7 +15,7 @@ def check_group(x: F32, group: int, *, power_of_4: bool = True) -> None:
         raise ValueError(f"need [R, K] with K a multiple of {group}, got {list(x.shape)}")
 
 
-def check_nvfp4(x: F32, tensor_scale: float) -> None:
+def check_nvfp4(x: F32, tensor_scale: np.float32) -> None:
     """K in whole blocks of 16, and a tensor scale that can be divided by."""
     check_group(x, 16, power_of_4=False)
     if not LEAST_NORMAL <= float(tensor_scale) < float("inf"):

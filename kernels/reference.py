@@ -13,11 +13,15 @@ import math
 import torch
 from qconvert.kernels.api import FP8_MAX, Quality
 from qconvert.kernels.search import (
+    BLOCK_LANES,
     CLIP_MARGIN,
     INT4_FACTORS,
+    INT4_STEPS,
     INT8_FACTORS,
+    INT8_STEPS,
     LEAST_NORMAL,
     NVFP4_OFFSETS,
+    ROW_LANES,
     SCALE_FLOOR,
 )
 from torch import Tensor
@@ -26,17 +30,22 @@ FP8_TORCH = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
+def split(x: Tensor, group: int) -> Tensor:
+    """The last axis in runs of `group`: [..., K] -> [..., K/group, group]."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
+
+
 # --- sums, casts ----------------------------------------------------------------------------------
 
 
-def lane_sum(x: Tensor, lanes: int = 16) -> Tensor:
+def lane_sum(x: Tensor, lanes: int = BLOCK_LANES) -> Tensor:
     """Sum over the last axis in the one order all backends use.
 
     `lanes` running sums (column c goes to lane c % lanes, columns ascending), then halves added to halves:
-    lane l + lane l+8, then +4, +2, +1.
+    lane l + lane l + lanes/2, and so on down to one.
     """
     pad = -x.shape[-1] % lanes
-    chunks = torch.nn.functional.pad(x, (0, pad)).unflatten(-1, (-1, lanes))
+    chunks = split(torch.nn.functional.pad(x, (0, pad)), lanes)
     acc = torch.zeros_like(chunks[..., 0, :])
     for i in range(chunks.shape[-2]):
         acc = acc + chunks[..., i, :]
@@ -100,7 +109,7 @@ def rotate(x: Tensor, group: int) -> Tensor:
     y = x.reshape(-1, group)
     stride = 1
     while stride < group:
-        a, b, c, d = y.unflatten(-1, (-1, 4, stride)).unbind(-2)
+        a, b, c, d = y.reshape(-1, group // (4 * stride), 4, stride).unbind(-2)
         ab, a_b, cd, c_d = a + b, a - b, c + d, c - d
         y = torch.stack((ab + c_d, ab - c_d, a_b + cd, cd - a_b), dim=-2).flatten(1)
         stride *= 4
@@ -118,34 +127,47 @@ def fp8_decode(q: Tensor, scale: Tensor, dtype: str) -> Tensor:
     return to_f32(q, dtype) * _per_row(scale, q)
 
 
-def _clipped_row_scale(x: Tensor, levels: int, factors: tuple[float, ...]) -> Tensor:
-    """[R]: amax_row/levels, or the multiple of it (from `factors`) with the least squared error.
+def _clipped_row_scale(
+    x: Tensor, levels: int, factors: tuple[float, ...], steps: tuple[float, ...]
+) -> Tensor:
+    """[R]: amax_row/levels, or the multiple of it with the least squared error.
 
-    The error is measured in units of the absmax scale. A factor has to beat absmax by CLIP_MARGIN, more than
-    the rounding of these sums, so that no row gets worse.
+    `factors` are tried after 1; then, for each of `steps`, the best so far minus and plus the step. Errors are
+    in units of the absmax scale. A factor has to beat absmax by CLIP_MARGIN, more than the rounding of these
+    sums, so that no row gets worse.
     """
     amax = x.abs().amax(dim=1)
-    scale = torch.maximum(amax / levels, torch.tensor(SCALE_FLOOR))
+    floor = torch.tensor(SCALE_FLOOR)
+    scale = torch.maximum(amax / levels, floor)
     if not factors:
         return scale
-    best_factor = torch.ones_like(scale)
-    best_error = torch.zeros_like(scale)
-    for i, factor in enumerate((1.0, *factors)):
-        f = torch.tensor(factor, dtype=torch.float32)
-        u = x * (1.0 / (scale * f))[:, None]
+
+    def error(factor: Tensor) -> Tensor:
+        u = x * (1.0 / (scale * factor))[:, None]
         d = u - u.round().clamp(-levels, levels)
-        error = lane_sum(d * d) * (f * f)
-        if i == 0:
-            best_error = error * torch.tensor(CLIP_MARGIN, dtype=torch.float32)
-            continue
-        wins = error < best_error
-        best_error = torch.where(wins, error, best_error)
-        best_factor = torch.where(wins, f, best_factor)
-    return torch.maximum(scale * best_factor, torch.tensor(SCALE_FLOOR))
+        return lane_sum(d * d, ROW_LANES) * (factor * factor)
+
+    best = torch.ones_like(scale)
+    least = error(best) * torch.tensor(CLIP_MARGIN, dtype=torch.float32)
+
+    def try_(factor: Tensor) -> None:
+        nonlocal best, least
+        e = error(factor)
+        wins = e < least
+        least, best = torch.where(wins, e, least), torch.where(wins, factor, best)
+
+    for f in factors:
+        try_(torch.full_like(scale, f))
+    for step in steps:
+        middle = best
+        try_(middle - step)
+        try_(middle + step)
+    return torch.maximum(scale * best, floor)
 
 
 def int8_row_scale(x: Tensor, quality: Quality) -> Tensor:
-    return _clipped_row_scale(x, 127, INT8_FACTORS if quality == "best" else ())
+    best = quality == "best"
+    return _clipped_row_scale(x, 127, INT8_FACTORS if best else (), INT8_STEPS if best else ())
 
 
 def int8_encode(x: Tensor, scale: Tensor) -> Tensor:
@@ -162,29 +184,17 @@ def _mxfp8_exponent(block_amax: Tensor) -> Tensor:
     return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
 
 
-def mxfp8_encode(x: Tensor, quality: Quality) -> tuple[Tensor, Tensor]:
-    rows, cols = x.shape
-    blocks = x.unflatten(1, (-1, 32))
+def mxfp8_encode(x: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = split(x, 32)
     e = _mxfp8_exponent(blocks.abs().amax(dim=2))
-
-    def scaled(exponent: Tensor) -> Tensor:
-        """Exactly x / 2^(exponent - 127)."""
-        return blocks * ((254 - exponent) << 23).view(torch.float32)[..., None]
-
-    if quality == "best":
-        errors = []
-        for exponent in (e, (e - 1).clamp(min=0)):
-            u = scaled(exponent)
-            d = u - decode_e4m3(encode_e4m3(u))
-            errors.append(lane_sum(d * d))
-        e = torch.where((errors[1] * 0.25 < errors[0]) & (e > 1), e - 1, e)
-    return encode_e4m3(scaled(e)).reshape(rows, cols), e.to(torch.uint8)
+    inverse: Tensor = ((254 - e) << 23).view(torch.float32)  # Exactly 1 / 2^(e - 127).
+    return encode_e4m3(blocks * inverse[..., None]).reshape(x.shape), e.to(torch.uint8)
 
 
 def mxfp8_decode(q: Tensor, scales: Tensor) -> Tensor:
     # Byte 0 gives bits 0, the 0.0 that comfy-kitchen decodes it to; byte 255 gives inf, it is never written.
-    powers = (scales.to(torch.int32) << 23).view(torch.float32)
-    return (decode_e4m3(q).unflatten(1, (-1, 32)) * powers[..., None]).reshape(q.shape)
+    powers: Tensor = (scales.to(torch.int32) << 23).view(torch.float32)
+    return (split(decode_e4m3(q), 32) * powers[..., None]).reshape(q.shape)
 
 
 # --- 4-bit formats --------------------------------------------------------------------------------
@@ -218,7 +228,7 @@ def unpack_nibbles(packed: Tensor, *, high_first: bool) -> Tensor:
 
 
 def nvfp4_encode(x: Tensor, tensor_scale: Tensor, quality: Quality) -> tuple[Tensor, Tensor]:
-    blocks = x.unflatten(1, (-1, 16))
+    blocks = split(x, 16)
     ratio = (blocks.abs().amax(dim=2) / 6.0) / tensor_scale
     code = encode_e4m3(ratio)
     if quality == "best":
@@ -235,7 +245,7 @@ def _nvfp4_search(y: Tensor, code: Tensor) -> Tensor:
     start = code.to(torch.int32)
     best_code = start
     best_error = torch.full_like(y[..., 0], math.inf)
-    for offset in (0, *NVFP4_OFFSETS):
+    for offset in NVFP4_OFFSETS:
         candidate = (start + offset).clamp(0, 126)
         b = decode_e4m3(candidate.to(torch.uint8))
         inverse = torch.where(candidate == 0, 0.0, 1.0 / b)
@@ -250,7 +260,7 @@ def _nvfp4_search(y: Tensor, code: Tensor) -> Tensor:
 def nvfp4_decode(codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
     values = E2M1[unpack_nibbles(codes, high_first=True).to(torch.int64)]
     total = tensor_scale * decode_e4m3(scales)
-    return (values.unflatten(1, (-1, 16)) * total[..., None]).flatten(1)
+    return (split(values, 16) * total[..., None]).flatten(1)
 
 
 def nvfp4_tensor_scale(amax: float) -> Tensor:
@@ -265,7 +275,8 @@ def scalar_scale(amax: float, largest: float) -> Tensor:
 
 
 def w4a4_encode(x: Tensor, quality: Quality) -> tuple[Tensor, Tensor]:
-    scale = _clipped_row_scale(x, 7, INT4_FACTORS if quality == "best" else ())
+    best = quality == "best"
+    scale = _clipped_row_scale(x, 7, INT4_FACTORS if best else (), INT4_STEPS if best else ())
     q = (x / scale[:, None]).round().clamp(-7, 7).to(torch.int8)
     return pack_nibbles(q.view(torch.uint8) & 15, high_first=False), scale
 

@@ -80,7 +80,7 @@ class ReferenceBackend:
 
     def mxfp8_encode(self, x: F32, quality: Quality) -> tuple[U8, U8]:
         check_group(x, 32, power_of_4=False)
-        q, scales = ref.mxfp8_encode(_tensor(x), quality)
+        q, scales = ref.mxfp8_encode(_tensor(x))
         return q.numpy(), scales.numpy()
 
     def mxfp8_decode(self, q: U8, scales: U8) -> F32:
@@ -98,9 +98,7 @@ class ReferenceBackend:
         check_w4a8(sample, group)
         return fit_codebook(sample, group, quality)
 
-    def w4a8_encode(
-        self, x: F32, group: int, codebook: F32 | None, quality: Quality
-    ) -> tuple[U8, U8, F32]:
+    def w4a8_encode(self, x: F32, group: int, codebook: F32 | None, quality: Quality) -> tuple[U8, U8, F32]:
         check_w4a8(x, group, codebook)
         codes, s_rel, s_channel = ref_w4a8.w4a8_encode(_tensor(x), group, _optional(codebook), quality)
         return codes.numpy(), s_rel.numpy(), s_channel.numpy()

@@ -12,6 +12,7 @@ from qconvert.kernels.reference import (
     encode_e4m3,
     lane_sum,
     pack_nibbles,
+    split,
     unpack_nibbles,
 )
 from qconvert.kernels.search import SCALE_FLOOR, W4A8_OFFSETS, W6A8_OFFSETS
@@ -36,7 +37,7 @@ def _search_s_rel(
     """e4m3 codes [R, K/G] with the least squared error near `start`; y [R, K/G, G] in channel scales."""
     best_code = start
     best_error = torch.full_like(y[..., 0], math.inf)
-    for offset in (0, *offsets):
+    for offset in offsets:
         candidate = (start + offset).clamp(0, 126)
         d = nearest(y, decode_e4m3(candidate.to(torch.uint8)))
         error = lane_sum(d * d)
@@ -52,7 +53,7 @@ def w4a8_encode(
     """Codes, s_rel and s_channel; nearest grid value, ties to the lower code."""
     levels = UNIFORM if codebook is None else codebook
     s_channel = _channel_scale(x)
-    y = (x / s_channel[:, None]).unflatten(1, (-1, group))
+    y = split(x / s_channel[:, None], group)
     start = encode_e4m3(y.abs().amax(dim=2) / levels.abs().max()).to(torch.int32)
 
     def distance(values: Tensor, s_rel: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def w4a8_encode(
             least = torch.minimum(least, (values - grid[..., j : j + 1]).abs())
         return least
 
-    code = _search_s_rel(y, start, W4A8_OFFSETS if quality == "best" else (), distance).to(torch.uint8)
+    code = _search_s_rel(y, start, W4A8_OFFSETS if quality == "best" else (0,), distance).to(torch.uint8)
     grid = _grid(levels, decode_e4m3(code))
     middle = (grid[..., :15] + grid[..., 1:]) * 0.5
     q = torch.zeros_like(y, dtype=torch.uint8)
@@ -90,9 +91,9 @@ def _six_bit_nearest(y: Tensor, s_rel: Tensor) -> tuple[Tensor, Tensor]:
 
 def w6a8_encode(x: Tensor, group: int, quality: Quality) -> tuple[Tensor, Tensor, Tensor]:
     s_channel = _channel_scale(x)
-    y = (x / s_channel[:, None]).unflatten(1, (-1, group))
+    y = split(x / s_channel[:, None], group)
     start = encode_e4m3(y.abs().amax(dim=2) / 31.0).to(torch.int32)
-    offsets = W6A8_OFFSETS if quality == "best" else ()
+    offsets = W6A8_OFFSETS if quality == "best" else (0,)
     code = _search_s_rel(y, start, offsets, lambda v, s: _six_bit_nearest(v, s)[1]).to(torch.uint8)
     level, _ = _six_bit_nearest(y, decode_e4m3(code))
     q = (level + 32.0).to(torch.uint8).flatten(1)
@@ -118,8 +119,9 @@ def w4a8_decode(
         low = unpack_nibbles(codes[:, :half].contiguous(), high_first=False)
         tops = torch.stack([(codes[:, half:] >> (2 * j)) & 3 for j in range(4)], dim=-1).flatten(1)
         value = (low | (tops << 4)).to(torch.float32) - 32.0
-    scaled = (value.unflatten(1, (-1, group)) * s_rel[..., None]).round().clamp(-127, 127)
-    out = scaled * s_channel[:, None, None]
+    grid = (split(value, group) * s_rel[..., None]).round().clamp(-127, 127).to(torch.int8)
+    out = grid.to(torch.float32) * s_channel[:, None, None]
     if correction is not None:
         out = out + correction[..., None]
-    return out.flatten(1)
+    flat: Tensor = out.flatten(1)
+    return flat

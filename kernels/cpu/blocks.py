@@ -1,0 +1,172 @@
+"""Formats with one scale for a block of columns: nvfp4 (16) and mxfp8 (32). Arrays are lists of blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from qconvert.kernels.cpu import bits
+from qconvert.kernels.cpu.jit import (
+    F32,
+    F32_1,
+    F32_2,
+    I32_1,
+    I64,
+    OUT_F32_2,
+    OUT_U8_1,
+    OUT_U8_2,
+    U8_1,
+    U8_2,
+    helper,
+    kernel,
+)
+
+F, I = np.float32, np.int32  # noqa: E741
+
+
+@helper
+def _amax_bits(block):  # type: ignore[no-untyped-def]
+    largest = I(0)
+    for c in range(block.size):
+        largest = max(largest, bits.bits_of(block[c]) & I(0x7FFFFFFF))
+    return largest
+
+
+@kernel(F32_2, OUT_U8_2, OUT_U8_1)
+def encode_mxfp8(x: Any, out: Any, scales: Any) -> None:
+    """x, out [n, 32], scales [n]; see `reference.mxfp8_encode`."""
+    for i in range(x.shape[0]):
+        block, target = x[i], out[i]
+        ratio = bits.bits_of(bits.float_of(_amax_bits(block)) / F(448.0))
+        e = ratio >> I(23)
+        if ratio & I(0x7FFFFF):
+            e += I(1)
+        scales[i] = np.uint8(e)
+        inverse = bits.float_of((I(254) - e) << I(23))
+        for c in range(32):
+            target[c] = bits.encode_e4m3(block[c] * inverse)
+
+
+@kernel(U8_2, U8_1, OUT_F32_2)
+def decode_mxfp8(q: Any, scales: Any, out: Any) -> None:
+    """q, out [n, 32], scales [n]; byte 0 decodes to 0.0."""
+    for i in range(q.shape[0]):
+        block, target = q[i], out[i]
+        power = bits.float_of(I(scales[i]) << I(23))
+        for c in range(32):
+            target[c] = bits.decode_e4m3(block[c]) * power
+
+
+@helper
+def _e2m1_error(y, inverse, b):  # type: ignore[no-untyped-def]
+    d = y - bits.round_e2m1(y * inverse) * b
+    return d * d
+
+
+@helper
+def _add_lower_half(sums, half):  # type: ignore[no-untyped-def]
+    for c in range(half):
+        high, low = sums[c], sums[c + half]
+        for lane in range(high.size):
+            high[lane] += low[lane]
+
+
+@helper
+def _search(y, start, offsets, best, least, b, inverse, sums):  # type: ignore[no-untyped-def]
+    """best [L]: the e4m3 code of each lane's block with the least squared error (see `reference`).
+
+    y [16, L]: magnitudes in tensor scales, one block a lane; start [L]: absmax codes; the rest is scratch: least,
+    b, inverse [L], sums [8, L].
+    """
+    lanes = start.size
+    for k in range(offsets.size):
+        offset = offsets[k]
+        for lane in range(lanes):
+            code = min(max(start[lane] + offset, I(0)), I(126))
+            b[lane] = bits.scale_of_code(code)
+            inverse[lane] = F(1.0) / b[lane] if code > I(0) else F(0.0)
+        for c in range(8):
+            low, high, pair = y[c], y[c + 8], sums[c]
+            for lane in range(lanes):
+                over, scale = inverse[lane], b[lane]
+                pair[lane] = _e2m1_error(low[lane], over, scale) + _e2m1_error(high[lane], over, scale)
+        _add_lower_half(sums, 4)
+        _add_lower_half(sums, 2)
+        _add_lower_half(sums, 1)
+        error = sums[0]
+        for lane in range(lanes):
+            wins = error[lane] < least[lane]
+            least[lane] = error[lane] if wins else least[lane]
+            best[lane] = min(max(start[lane] + offset, I(0)), I(126)) if wins else best[lane]
+
+
+@helper
+def _absmax_codes(blocks, tensor_scale, code):  # type: ignore[no-untyped-def]
+    for lane in range(blocks.shape[0]):
+        code[lane] = _amax_bits(blocks[lane])
+    for lane in range(blocks.shape[0]):
+        code[lane] = I(bits.encode_e4m3((bits.float_of(code[lane]) / F(6.0)) / tensor_scale))
+
+
+@helper
+def _transpose(blocks, factor, y):  # type: ignore[no-untyped-def]
+    """y [16, L] = |blocks [L, 16]| * factor."""
+    for lane in range(blocks.shape[0]):
+        block = blocks[lane]
+        for c in range(block.size):
+            y[c, lane] = bits.magnitude_of(block[c]) * factor
+
+
+@helper
+def _pack_e2m1(values, divisors, codes, packed):  # type: ignore[no-untyped-def]
+    """packed [m/2] from values [m] over divisors [m]; codes [m]: scratch. A divisor of zero gives codes 0."""
+    for i in range(values.size):
+        code = bits.encode_e2m1(values[i] / divisors[i])
+        codes[i] = code if divisors[i] > F(0.0) else np.uint8(0)
+    pairs = codes.view(np.uint16)
+    for i in range(packed.size):
+        # Little endian: the even column is the low byte, and goes to the high nibble.
+        packed[i] = np.uint8((pairs[i] << np.uint16(4)) | (pairs[i] >> np.uint16(8)))
+
+
+@kernel(F32_2, F32_1, F32, I32_1, I64, OUT_U8_1, OUT_U8_1)
+def encode_nvfp4(
+    x: Any, flat: Any, tensor_scale: Any, offsets: Any, lanes: Any, out: Any, scales: Any
+) -> None:
+    """x [n, 16] and the same memory flat, out [8n], scales [n]; see `reference.nvfp4_encode`.
+
+    Works on `lanes` blocks at a time; without offsets absmax scales. That number and the block size are run-time
+    numbers on purpose: loops over known small numbers would be unrolled instead of vectorised.
+    """
+    count, width = x.shape
+    y, sums = np.zeros((width, lanes), np.float32), np.empty((8, lanes), np.float32)
+    start, code, least = np.zeros(lanes, np.int32), np.zeros(lanes, np.int32), np.empty(lanes, np.float32)
+    b, inverse = np.empty(lanes, np.float32), np.empty(lanes, np.float32)
+    total, codes = np.empty(lanes * width, np.float32), np.empty(lanes * width, np.uint8)
+    for first in range(0, count, lanes):
+        last = min(first + lanes, count)
+        blocks = x[first:last]
+        _absmax_codes(blocks, tensor_scale, code)
+        if offsets.size > 0:
+            _transpose(blocks, F(1.0) / tensor_scale, y)
+            for lane in range(lanes):
+                start[lane] = code[lane]
+                least[lane] = F(np.inf)
+            _search(y, start, offsets, code, least, b, inverse, sums)
+        for lane in range(last - first):
+            scales[first + lane] = np.uint8(code[lane])
+            scale = tensor_scale * bits.scale_of_code(code[lane])
+            for c in range(width):
+                total[lane * width + c] = scale
+        _pack_e2m1(flat[first * width : last * width], total, codes, out[first * 8 : last * 8])
+
+
+@kernel(U8_2, U8_1, F32, OUT_F32_2)
+def decode_nvfp4(codes: Any, scales: Any, tensor_scale: Any, out: Any) -> None:
+    """codes [n, 8], scales [n], out [n, 16]."""
+    for i in range(codes.shape[0]):
+        block, target = codes[i], out[i]
+        total = tensor_scale * bits.decode_e4m3(scales[i])
+        for c in range(8):
+            target[2 * c] = bits.decode_e2m1(block[c] >> np.uint8(4)) * total
+            target[2 * c + 1] = bits.decode_e2m1(block[c] & np.uint8(15)) * total

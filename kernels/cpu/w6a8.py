@@ -1,0 +1,134 @@
+"""asym_w4a8_int8, 6 bit: uniform levels -31..31, searched through the runtime's int8 grid. See `w4a8`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from qconvert.kernels.cpu import bits
+from qconvert.kernels.cpu.jit import (
+    F32_1,
+    F32_2,
+    I32_1,
+    I64,
+    OUT_F32_2,
+    OUT_U8_1,
+    OUT_U8_2,
+    U8_2,
+    helper,
+    kernel,
+)
+from qconvert.kernels.cpu.w4a8 import absmax_codes, keep_least, sum_squares, transpose_groups
+from qconvert.kernels.search import BLOCK_LANES
+
+F, I = np.float32, np.int32  # noqa: E741
+
+
+@helper
+def _clamp_level(level):  # type: ignore[no-untyped-def]
+    return min(max(level, F(-31.0)), F(31.0))
+
+
+@helper
+def _distance(y, level, scale):  # type: ignore[no-untyped-def]
+    return bits.magnitude_of(y - bits.round_clamped(level * scale, F(127.0)))
+
+
+@helper
+def _middle(y, scale):  # type: ignore[no-untyped-def]
+    """The level at y, unclamped; a scale of zero has only the grid value 0, any level does."""
+    ratio = y / (F(1.0) if scale == F(0.0) else scale)
+    return (ratio + bits.MAGIC) - bits.MAGIC
+
+
+@helper
+def _least_distance(y, scale):  # type: ignore[no-untyped-def]
+    middle = _middle(y, scale)
+    below = _distance(y, _clamp_level(middle - F(1.0)), scale)
+    at = _distance(y, _clamp_level(middle), scale)
+    above = _distance(y, _clamp_level(middle + F(1.0)), scale)
+    return min(min(below, at), above)
+
+
+@helper
+def _nearest_level(y, scale):  # type: ignore[no-untyped-def]
+    """The lower level wins a tie."""
+    middle = _middle(y, scale)
+    level = _clamp_level(middle - F(1.0))
+    least = _distance(y, level, scale)
+    for step in (F(0.0), F(1.0)):
+        other = _clamp_level(middle + step)
+        d = _distance(y, other, scale)
+        level = other if d < least else level
+        least = d if d < least else least
+    return level
+
+
+@kernel(F32_2, F32_1, I64, I32_1, I64, OUT_U8_1, OUT_U8_1)
+def encode(x: Any, s_channel: Any, per_row: Any, offsets: Any, lanes: Any, out: Any, s_rel: Any) -> None:
+    """x [n, G] (per_row groups a row) -> out [n*G] codes 1..63, s_rel [n]; see `reference_w4a8.w6a8_encode`."""
+    count, width = x.shape
+    y, sums = np.zeros((width, lanes), np.float32), np.empty((BLOCK_LANES, lanes), np.float32)
+    start, candidate, best = np.zeros(lanes, np.int32), np.zeros(lanes, np.int32), np.zeros(lanes, np.int32)
+    scale, least, work = np.empty(lanes, np.float32), np.empty(lanes, np.float32), np.empty(lanes, np.float32)
+    for first in range(0, count, lanes):
+        last = min(first + lanes, count)
+        transpose_groups(x, first, last, s_channel, per_row, y)
+        absmax_codes(y, F(31.0), start, work)
+        for lane in range(lanes):
+            least[lane] = F(np.inf)
+        for k in range(offsets.size):
+            offset = offsets[k]
+            for lane in range(lanes):
+                candidate[lane] = min(max(start[lane] + offset, I(0)), I(126))
+                scale[lane] = bits.scale_of_code(candidate[lane])
+            for c in range(width):
+                row = y[c]
+                for lane in range(lanes):
+                    work[lane] = _least_distance(row[lane], scale[lane])
+                sum_squares(work, c, sums)
+            keep_least(sums, candidate, least, best)
+        for lane in range(last - first):
+            scale[lane] = bits.scale_of_code(best[lane])
+            s_rel[first + lane] = np.uint8(best[lane])
+        for c in range(width):
+            row = y[c]
+            for lane in range(last - first):
+                level = _nearest_level(row[lane], scale[lane])
+                out[(first + lane) * width + c] = np.uint8(I(level) + I(32))
+
+
+@kernel(U8_2, OUT_U8_2)
+def pack(codes: Any, out: Any) -> None:
+    """codes [R, K] -> out [R, 3K/4]: low nibbles of pairs, then the top two bits of four columns a byte."""
+    low, two = np.uint8(15), np.uint8(3)
+    for r in range(codes.shape[0]):
+        row, quarter = codes[r], codes.shape[1] // 4
+        nibbles, tops = out[r, : 2 * quarter], out[r, 2 * quarter :]
+        for c in range(nibbles.size):
+            nibbles[c] = (row[2 * c] & low) | ((row[2 * c + 1] & low) << np.uint8(4))
+        for c in range(quarter):
+            pair = ((row[4 * c] >> np.uint8(4)) & two) | (
+                ((row[4 * c + 1] >> np.uint8(4)) & two) << np.uint8(2)
+            )
+            other = ((row[4 * c + 2] >> np.uint8(4)) & two) | (
+                ((row[4 * c + 3] >> np.uint8(4)) & two) << np.uint8(2)
+            )
+            tops[c] = pair | (other << np.uint8(4))
+
+
+@kernel(U8_2, F32_2, F32_1, OUT_F32_2)
+def decode(codes: Any, s_rel: Any, s_channel: Any, out: Any) -> None:
+    """codes [R, 3K/4], s_rel [R, K/G], s_channel [R] -> out [R, K]."""
+    half, group = out.shape[1] // 2, out.shape[1] // s_rel.shape[1]
+    for r in range(codes.shape[0]):
+        nibbles, tops, target, channel = codes[r, :half], codes[r, half:], out[r], s_channel[r]
+        for c in range(half):
+            top = I(tops[c // 2]) >> I(4 * (c % 2))
+            byte = I(nibbles[c])
+            target[2 * c] = F(((byte & I(15)) | ((top & I(3)) << I(4))) - I(32))
+            target[2 * c + 1] = F(((byte >> I(4)) | (((top >> I(2)) & I(3)) << I(4))) - I(32))
+        for g in range(s_rel.shape[1]):
+            scale, run = s_rel[r, g], target[g * group : (g + 1) * group]
+            for c in range(group):
+                run[c] = bits.round_clamped(run[c] * scale, F(127.0)) * channel
