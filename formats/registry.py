@@ -8,6 +8,7 @@ from qconvert.formats.awq import Awq
 from qconvert.formats.awq_w4a16 import AwqW4A16
 from qconvert.formats.base import Codec
 from qconvert.formats.bitsandbytes import Bnb4, Bnb8
+from qconvert.formats.compressed_ints import CompressedInt, CompressedPacked
 from qconvert.formats.compressed_tensors import CompressedMx, CompressedNvfp4
 from qconvert.formats.fastvideo import FastVideoNvfp4
 from qconvert.formats.float8 import Float8
@@ -36,6 +37,8 @@ CODECS: tuple[Codec, ...] = (
     CompressedNvfp4(),
     FastVideoNvfp4(),
     CompressedMx(),
+    CompressedPacked(),
+    CompressedInt(),
     LightX2VNvfp4(),
     LightX2VMx(),
     LightX2VMxfp8(),
