@@ -164,6 +164,7 @@ class Checkpoint:
             metadata=self.metadata,
             markers=self.marker_bytes(),
             files=tuple(file.name for file in self.files),
+            config=self.config,
         )
 
 
