@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from qconvert.formats.dtypes import SUB_BYTE, numpy_dtype
 from qconvert.formats.errors import HeaderError, QConvertError, UsageError
-from qconvert.formats.header import Header, read_header, strict_json
+from qconvert.formats.containers import SUFFIXES, read_container
+from qconvert.formats.header import Header, strict_json
 from qconvert.formats.tensors import HeaderView, Spec, TensorSpec
 
 MARKER_SUFFIX = ".comfy_quant"
@@ -37,7 +38,7 @@ class Checkpoint:
         self._fds: list[int] = []
         self._identity: list[tuple[int, int]] = []
         for index, file in enumerate(files):
-            header = read_header(file, index)
+            header = read_container(file, index)
             self.headers.append(header)
             for tensor in header.tensors:
                 if tensor.name in self.tensors:
@@ -57,22 +58,25 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """A .safetensors file, or a folder with one, or with shards and `*.safetensors.index.json`."""
+        """A file (safetensors, GGUF, a pickle of tensors), or a folder with one, or with shards and their index."""
         if not path.exists():
             raise UsageError("no such file or folder", file=str(path))
         if path.is_file():
             return cls(path, [path])
-        indexes = sorted(path.glob("*.safetensors.index.json"))
+        indexes = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.bin.index.json"))
         if len(indexes) > 1:
             raise UsageError("several index files; name one checkpoint", file=str(path))
         if indexes:
             return cls(path, _indexed_files(indexes[0]))
-        files = sorted(p for p in path.glob("*.safetensors") if p.is_file())
-        if not files:
+        for suffix in SUFFIXES:
+            files = sorted(p for p in path.glob(f"*{suffix}") if p.is_file())
+            if files:
+                break
+        else:
             raise UsageError("no .safetensors file in this folder", file=str(path))
         if len(files) > 1:
             raise UsageError(
-                f"{len(files)} .safetensors files and no index",
+                f"{len(files)} {files[0].suffix} files and no index",
                 file=str(path),
                 hint="name one of the files",
             )
@@ -240,7 +244,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 def _compare_index(index: Path, mapping: Mapping[str, str], files: list[Path]) -> None:
     for number, file in enumerate(files):
-        present = {tensor.name for tensor in read_header(file, number).tensors}
+        present = {tensor.name for tensor in read_container(file, number).tensors}
         listed = {name for name, where in mapping.items() if where == file.name}
         for name in sorted(listed - present):
             raise QConvertError(

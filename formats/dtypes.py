@@ -1,4 +1,4 @@
-"""Element types of safetensors: their bits, and the numpy type that holds those bits."""
+"""Element types: bits of safetensors' ones, blocks of GGUF's, and the numpy type that holds those bits."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ BITS: dict[str, int] = {
     "U64": 64,
 }
 
+#: GGUF's block types: elements and bytes of a block. Tensors of these types are read as their bytes.
+BLOCKS: dict[str, tuple[int, int]] = {
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q8_1": (32, 40),
+    "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "Q8_K": (256, 292), "IQ2_XXS": (256, 66), "IQ2_XS": (256, 74), "IQ3_XXS": (256, 98), "IQ1_S": (256, 50),
+    "IQ4_NL": (32, 18), "IQ3_S": (256, 110), "IQ2_S": (256, 82), "IQ4_XS": (256, 136), "IQ1_M": (256, 56),
+    "TQ1_0": (256, 54), "TQ2_0": (256, 66), "MXFP4": (32, 17), "NVFP4": (64, 36),
+}  # fmt: skip
+
 _NUMPY: dict[str, Any] = {
     "BOOL": np.bool_,
     "I8": np.int8,
@@ -51,7 +60,7 @@ _NUMPY: dict[str, Any] = {
 
 FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 #: Several elements share a byte: such tensors are read as their bytes.
-SUB_BYTE = frozenset(name for name, bits in BITS.items() if bits < 8)
+SUB_BYTE = frozenset(name for name, bits in BITS.items() if bits < 8) | frozenset(BLOCKS)
 #: Types a plain weight may have.
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -62,6 +71,10 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int | None:
-    """Bytes of a tensor, None when the element count does not fill whole bytes (F4, F6). KeyError: no such type."""
+    """Bytes of a tensor, None when its elements do not fill whole bytes or blocks. KeyError: no such type."""
+    if dtype in BLOCKS:
+        elements, size = BLOCKS[dtype]
+        blocks, over = divmod(prod(shape), elements)
+        return None if over else blocks * size
     bits = BITS[dtype] * prod(shape)
     return bits // 8 if bits % 8 == 0 else None

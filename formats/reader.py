@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from qconvert.formats.base import Array, Options
 from qconvert.formats.checkpoint import Checkpoint
-from qconvert.formats.dtypes import BITS, SUB_BYTE, numpy_dtype
+from qconvert.formats.dtypes import BITS, BLOCKS, SUB_BYTE, nbytes, numpy_dtype
 from qconvert.formats.layers import Layer
 from qconvert.formats.tensors import TensorSpec
 
@@ -56,8 +56,7 @@ class LayerReader:
         tensor, shape, start = self._span(suffix)
         if not shape:
             return self.whole(suffix)
-        row_bits = BITS[tensor.dtype] * int(np.prod(shape[1:], dtype=np.int64))
-        row = row_bits // 8
+        row = _size(tensor.dtype, shape[1:])
         data = self._checkpoint.pread(tensor.file, start + a * row, (b - a) * row)
         if tensor.dtype in SUB_BYTE:
             return data.reshape(b - a, row)
@@ -80,9 +79,8 @@ class LayerReader:
             kept = self._kept.get(suffix)
             if kept is None:
                 tensor, shape, start = self._span(suffix)
-                count = int(np.prod(shape, dtype=np.int64))
-                data = self._checkpoint.pread(tensor.file, start, count * BITS[tensor.dtype] // 8)
-                kept = data.view(numpy_dtype(tensor.dtype)).reshape(shape)
+                data = self._checkpoint.pread(tensor.file, start, _size(tensor.dtype, shape))
+                kept = data if tensor.dtype in BLOCKS else data.view(numpy_dtype(tensor.dtype)).reshape(shape)
                 self._kept[suffix] = kept
             return kept
 
@@ -94,4 +92,10 @@ class LayerReader:
     def row_bytes(self, suffix: str) -> int:
         """Bytes of one row of a tensor."""
         tensor, shape, _ = self._span(suffix)
-        return BITS[tensor.dtype] * int(np.prod(shape[1:], dtype=np.int64)) // 8
+        return _size(tensor.dtype, shape[1:])
+
+
+def _size(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of whole rows; of sub-byte types what fills bytes."""
+    exact = nbytes(dtype, shape)
+    return exact if exact is not None else BITS[dtype] * int(np.prod(shape, dtype=np.int64)) // 8

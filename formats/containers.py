@@ -1,0 +1,32 @@
+"""Files that hold tensors: told apart by their first bytes, whatever they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qconvert.formats import gguf_container
+from qconvert.formats.header import Header, read_header
+
+#: What a folder is searched for, in this order.
+SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
+#: A zip archive, as torch.save writes one; and the start of a pickle stream.
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+
+
+def read_container(path: Path, index: int = 0) -> Header:
+    """Names, types, shapes and offsets of a file's tensors. `index` is the file's number in its checkpoint.
+
+    Raises HeaderError for a file that is none of the known containers, or one that cannot be trusted.
+    """
+    try:
+        with path.open("rb") as handle:
+            magic = handle.read(4)
+    except OSError:
+        magic = b""
+    if magic == gguf_container.MAGIC:
+        return gguf_container.read_gguf(path, index)
+    if magic == _ZIP or magic[:1] == _PICKLE or path.suffix in SUFFIXES[2:]:
+        from qconvert.formats.pickle_container import read_pickle
+
+        return read_pickle(path, index)
+    return read_header(path, index)
