@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Layer
 from qconvert.formats.sample import F32, bands, reader, spread
@@ -19,9 +20,11 @@ from qconvert.formats.sample import F32, bands, reader, spread
 BUDGET = 6 << 20
 MAX_LAYERS = 24
 MAX_ROWS = 256
+Measures = NDArray[np.float64]
 GROUPS = (4, 16, 64, 256, 1024)
-#: Least gain in excess kurtosis, least standard errors of both measures, least share of layers that agree.
-MIN_KURTOSIS, MIN_Z, MIN_SHARE = 0.05, 6.0, 0.75
+#: What the best assumption must have over every other: gain in excess kurtosis, ratio of unevenness, standard
+#: errors of both, and the share of layers in which each measure agrees.
+MIN_KURTOSIS, MIN_RATIO, MIN_Z, MIN_SHARE = 0.02, 1.25, 6.0, 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,9 @@ class RotationScore:
     kurtosis: dict[int, float]
     columns: dict[int, float]
     best: int
-    #: Standard errors between `best` and the runner-up, or `claimed` where that is another.
+    #: The least standard errors between `best` and any other; 0 where the gain is too small to mean anything.
     z: float
+    #: The least share of layers in which `best` is ahead.
     share: float
     layers: int
 
@@ -81,27 +85,31 @@ def rotation(checkpoint: Checkpoint, layers: Sequence[Layer]) -> RotationScore |
         for j, group in enumerate(groups):
             x = _stage(x, group // 4) if group else x
             kurtosis[i, j], columns[i, j] = _measures(x)
-    mean = kurtosis.mean(axis=0)
-    j = int(mean.argmax())
-    c = groups.index(claimed) if claimed in groups else None
-    rivals = [c] if c is not None and c != j else [i for i in range(len(groups)) if i != j]
-    rival = max(rivals, key=lambda i: float(mean[i]))
-    count = len(chosen)
+    best = int(kurtosis.mean(axis=0).argmax())
+    rivals = [j for j in range(len(groups)) if j != best]
     # Standard errors for normal values: kurtosis 24/n, the columns' mean log energy 2/(R^2 K); two of each.
-    spread_k = np.sqrt((2 * 24 / sizes.prod(axis=1)).sum()) / count
-    spread_c = np.sqrt((2 * 2 / (sizes[:, 0] ** 2 * sizes[:, 1])).sum()) / count
-    gain_k = float(mean[j] - mean[rival])
-    gain_c = float((columns[:, j] - columns[:, rival]).mean())
-    z = min(gain_k / float(spread_k), gain_c / float(spread_c)) if gain_k >= MIN_KURTOSIS else 0.0
+    error_k = float(np.sqrt((48 / sizes.prod(axis=1)).sum())) / len(chosen)
+    error_c = float(np.sqrt((4 / (sizes[:, 0] ** 2 * sizes[:, 1])).sum())) / len(chosen)
     return RotationScore(
         claimed,
-        {group: float(value) for group, value in zip(groups, mean, strict=True)},
+        {group: float(value) for group, value in zip(groups, kurtosis.mean(axis=0), strict=True)},
         {group: float(value) for group, value in zip(groups, columns.mean(axis=0), strict=True)},
-        groups[j],
-        z,
-        float((kurtosis[:, j] > kurtosis[:, rival]).mean()),
-        count,
+        groups[best],
+        min(_lead(kurtosis, columns, best, rival, error_k, error_c) for rival in rivals),
+        min(float((m[:, best] > m[:, rival]).mean()) for rival in rivals for m in (kurtosis, columns)),
+        len(chosen),
     )
+
+
+def _lead(
+    kurtosis: Measures, columns: Measures, best: int, rival: int, error_k: float, error_c: float
+) -> float:
+    """Standard errors by which one assumption leads another in both measures, 0 where it hardly does."""
+    gain_k = float((kurtosis[:, best] - kurtosis[:, rival]).mean())
+    mean_c, other_c = float(columns[:, best].mean()), float(columns[:, rival].mean())
+    if gain_k < MIN_KURTOSIS or mean_c < MIN_RATIO * other_c:
+        return 0.0
+    return min(gain_k / error_k, (mean_c - other_c) / error_c)
 
 
 def _sample(checkpoint: Checkpoint, layer: Layer, rows: int) -> F32:
