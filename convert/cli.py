@@ -64,6 +64,7 @@ def cli() -> None:
     "--assume", multiple=True, metavar="REGEX=FORMAT[,KEY=VALUE]", help="What layers are, over all findings."
 )
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Threads (default: all cores).")
+@click.option("--memory", default="512MiB", metavar="SIZE", help="Buffers, e.g. 128MiB (default 512MiB).")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--strict", is_flag=True, help="Refuse anything that had to be guessed.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")

@@ -18,7 +18,7 @@ from qconvert.convert.job import Outcome, Request, execute_plan, output_path, pl
 from qconvert.convert.plan import PlanOptions
 from qconvert.convert.reading import read_source
 from qconvert.convert.report import outcome_json, plan_json
-from qconvert.convert.text import db, grouped, size, table, tally
+from qconvert.convert.text import db, grouped, parse_size, size, table, tally
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.layers import parse_assumption, take_inventory
 from qconvert.kernels.select import get_backend
@@ -57,6 +57,7 @@ def make_request(source: Path, target: str, output: Path | None, options: dict[s
         force=options["force"],
         resume=options["resume"],
         jobs=options["jobs"],
+        memory=parse_size(options["memory"]),
     )
 
 

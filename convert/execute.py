@@ -30,9 +30,14 @@ from qconvert.kernels.api import Backend
 
 #: Elements of a piece: large enough to hide Python's overhead, small enough for the cache.
 PIECE_ELEMENTS = 1 << 20
+#: Bytes that a piece holds at its peak for each of its elements: source, float32 before and after a rotation,
+#: codes, and the values decoded again to measure the error.
+BYTES_PER_ELEMENT = 24
 #: Elements that a table is fitted on at most (FORMATS, w4a8: 2^22 / K rows).
 SAMPLE_ELEMENTS = 1 << 22
 SAMPLE_ROWS = 16
+#: `--memory`: bytes of buffers.
+DEFAULT_MEMORY = 512 << 20
 
 Progress = Callable[[int], None]
 
@@ -115,11 +120,12 @@ class Executor:
         quality: Literal["fast", "best"],
         jobs: int,
         progress: Progress,
+        memory: int = DEFAULT_MEMORY,
         journal: Journal | None = None,
     ) -> None:
         self.checkpoint, self.laid, self.out = checkpoint, laid, out
         self.backend, self.quality = backend, quality
-        self.jobs, self.progress = max(1, jobs), progress
+        self.jobs, self.progress, self.memory = max(1, jobs), progress, memory
         self.journal = journal
         self._queue: deque[Callable[[], None]] = deque()
         self._ready = threading.Condition()
@@ -129,6 +135,7 @@ class Executor:
 
     def run(self, units: Sequence[Unit]) -> dict[str, Result]:
         """Write the units; returns energies per transformed layer. Raises the first error of any piece."""
+        self._fit_memory(units)
         for unit in units:
             if isinstance(unit, ConstUnit):
                 # A few hundred bytes each: written again on resume rather than noted.
@@ -152,6 +159,18 @@ class Executor:
         if self._error is not None:
             raise self._error
         return self._results()
+
+    def _fit_memory(self, units: Sequence[Unit]) -> None:
+        """Fewer threads where the largest piece (128 rows of a very wide weight) times all threads is too much."""
+        largest = max(
+            (
+                self._piece_rows(unit.action) * unit.action.layer.k
+                for unit in units
+                if isinstance(unit, LayerUnit)
+            ),
+            default=1,
+        )
+        self.jobs = max(1, min(self.jobs, self.memory // (largest * BYTES_PER_ELEMENT)))
 
     def _skip(self, key: str, nbytes: int) -> Record | None:
         """The record of a piece that an earlier run finished."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qconvert.convert.actions import Plan, out_spec, output_header
-from qconvert.convert.execute import PROBE_ROWS, Executor, Probe, Result
+from qconvert.convert.execute import DEFAULT_MEMORY, PROBE_ROWS, Executor, Probe, Result
 from qconvert.convert.output import OutputFile, refuse_same_file
 from qconvert.convert.plan import PlanOptions, make_plan
 from qconvert.convert.reading import read_source, refuse_senseless
@@ -45,6 +45,7 @@ class Request:
     force: bool = False
     resume: bool = False
     jobs: int | None = None
+    memory: int = DEFAULT_MEMORY
     backend: str = "cpu"
 
 
@@ -192,6 +193,7 @@ def execute_plan(
             quality=plan.quality,
             jobs=jobs,
             progress=progress,
+            memory=request.memory,
             journal=out.journal,
         )
         results = executor.run(make_units(plan, laid))

@@ -223,7 +223,8 @@ class _Planner:
     def _contract_refusal(self, layer: Layer, role: str, codec: Codec, options: Options) -> str | None:
         if not self.contracts:
             return None
-        marker = codec.marker(options) or {}
+        # The older contract's rules for embeddings hang on the scale, which no marker states.
+        marker = {**(codec.marker(options) or {}), "scale": options.get("scale")}
         kind: Literal["linear", "embedding"] = "embedding" if role == "embedding" else "linear"
         main = self.contracts[0]
         return main.layer_refusal(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from qconvert.formats.errors import UsageError
 from qconvert.formats.finding import Finding
 
 
@@ -22,6 +24,17 @@ def size(nbytes: float) -> str:
             )
         nbytes /= 1000
     raise AssertionError("unreachable")
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """ "512MiB", "2GB", "1000000" in bytes. Raises UsageError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
+    if found is None or found[2] not in _UNITS:
+        raise UsageError(f"{text!r} is not a size", expected="something like 512MiB or 2GB")
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def db(value: float) -> str:
