@@ -262,7 +262,7 @@ def _read_back(
     """
     there = take_inventory(written).layers
     for action in plan.actions:
-        if not action.transforms and not action.layer.quantised:
+        if (not action.transforms and not action.layer.quantised) or action.layer.bare:
             continue
         layer = there.get(action.prefix)
         if layer is None or (layer.n, layer.k) != (action.layer.n, action.layer.k):

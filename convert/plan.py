@@ -64,7 +64,11 @@ def make_plan(
             else "marker of a layer that does not exist"
         )
         planner.drops.append(Drop(tensor.name, f"{what}; layers carry their own markers"))
-    metadata = {key: value for key, value in checkpoint.metadata.items() if key not in QUANT_METADATA_KEYS}
+    metadata = {
+        key: value
+        for key, value in checkpoint.metadata.items()
+        if key not in QUANT_METADATA_KEYS and not key.startswith("comfy.gguf.")
+    }
     names.check_unique(
         [out.name for action in actions for out in action.outputs] + [out.name for out in loose]
     )
@@ -134,8 +138,8 @@ class _Planner:
         return list(actions.values())
 
     def action(self, layer: Layer) -> Action:
-        role = self.book.role(layer)
-        protected = self._protected(layer)
+        role = "other" if layer.bare else self.book.role(layer)
+        protected = "no module's weight" if layer.bare else self._protected(layer)
         if self.target.runtime == "none":
             return self._plain_target(layer, role)
         if protected and not layer.quantised:
@@ -260,9 +264,8 @@ class _Planner:
         return self._to_plain(layer, role, "decode", reason, dtype or self.options.dtype)
 
     def _to_plain(self, layer: Layer, role: str, kind: Kind, reason: str, dtype: str) -> Action:
-        shape = (
-            tuple(layer.options.get("shape", ())) if layer.codec.name in ("float8", "int8", "plain") else ()
-        )
+        same = ("float8", "int8", "plain", "gguf", "bnb4")
+        shape = tuple(layer.options.get("shape", ())) if layer.codec.name in same else ()
         if not shape:
             shape = (layer.experts, layer.n, layer.k) if layer.experts else (layer.n, layer.k)
         options: Options = {"dtype": dtype, "shape": shape}
@@ -304,7 +307,7 @@ class _Planner:
             options = options | {"input": False}
         parts = codec.parts(layer.n, layer.k, options)
         outputs: list[CopyOut | ConstOut | PartOut] = [
-            PartOut(f"{prefix}.{part.suffix}", part) for part in parts
+            PartOut(prefix if layer.bare else f"{prefix}.{part.suffix}", part) for part in parts
         ]
         outputs += self._marker_out(prefix, codec.marker(options))
         outputs += self._companions(layer, prefix, codec, options, fold)

@@ -10,7 +10,7 @@ from typing import Any
 
 from qconvert.formats.base import Array, Codec, Group, Recognition
 from qconvert.formats.checkpoint import MARKER_SUFFIX, MAX_MARKER_BYTES, Checkpoint
-from qconvert.formats.dtypes import FLOATS, numpy_dtype
+from qconvert.formats.dtypes import BLOCKS, FLOATS, numpy_dtype
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.finding import Finding, Level
 from qconvert.formats.marker import Markers, collect
@@ -30,7 +30,7 @@ LAYOUT_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
 #: Formats by which a list of layers (format_version 1.1) names those that are not quantised.
 PLAIN_MARKERS = frozenset({"bf16", "fp16", "fp32"})
 #: Weights of these types cannot be plain values.
-QUANTISED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "F4"})
+QUANTISED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "F4"}) | frozenset(BLOCKS)
 
 
 @dataclass
@@ -67,6 +67,12 @@ class Layer:
         if weight is None or self.codec.name in ("svdquant_w4a4",):
             return 2
         return len(weight.shape)
+
+    @property
+    def bare(self) -> bool:
+        """Whether the prefix is the name of a tensor itself: a quantised parameter that is no module's weight."""
+        weight = self.tensors.get("weight")
+        return weight is not None and weight.name == self.prefix
 
     @property
     def first(self) -> TensorSpec:
@@ -222,6 +228,8 @@ def _group(
             groups.setdefault(prefix, {})[suffix] = tensor
         elif name.endswith(MARKER_SUFFIX):
             sentinels.append(tensor)
+        elif tensor.dtype in BLOCKS:
+            groups[name] = {"weight": tensor}
         else:
             loose.append(tensor)
     return groups, loose, sentinels
