@@ -17,6 +17,7 @@ from qconvert.convert.reading import read_source, refuse_senseless
 from qconvert.convert.sidecars import Sidecars
 from qconvert.convert.units import make_units
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
+from qconvert.formats.containers import SUFFIXES
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.header import Layout, layout
 from qconvert.formats.layers import Assumption, Layer, take_inventory
@@ -64,7 +65,7 @@ class Outcome:
 
 def default_output(source: Path, target: Target) -> Path:
     """STEM.TARGET.safetensors beside the source, ':' becoming '-'."""
-    stem = source.name if source.is_dir() else source.name.removesuffix(".safetensors")
+    stem = source.stem if source.suffix in SUFFIXES and not source.is_dir() else source.name
     folder = source if source.is_dir() else source.parent
     name = f"{stem}.{target.name.replace(':', '-')}"
     return folder / (name if target.sidecars else f"{name}.safetensors")
