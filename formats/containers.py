@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qconvert.formats import gguf_container
-from qconvert.formats.header import Header, read_header
+from qconvert.formats.header import MAX_HEADER_BYTES, Header, read_header
 
 #: What a folder is searched for, in this order.
 SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
@@ -20,12 +20,14 @@ def read_container(path: Path, index: int = 0) -> Header:
     """
     try:
         with path.open("rb") as handle:
-            magic = handle.read(4)
+            start = handle.read(8)
     except OSError:
-        magic = b""
-    if magic == gguf_container.MAGIC:
+        start = b""
+    # A safetensors file begins with the length of its header, which may begin with any byte, 0x80 among them.
+    other = int.from_bytes(start, "little") > MAX_HEADER_BYTES
+    if other and start.startswith(gguf_container.MAGIC):
         return gguf_container.read_gguf(path, index)
-    if magic == _ZIP or magic[:1] == _PICKLE or path.suffix in SUFFIXES[2:]:
+    if (other and start.startswith((_ZIP, _PICKLE))) or path.suffix in SUFFIXES[2:]:
         from qconvert.formats.pickle_container import read_pickle
 
         return read_pickle(path, index)

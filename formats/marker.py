@@ -6,13 +6,14 @@ parser mends what it can and says so; what a runtime would do with the same byte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from qconvert.formats.checkpoint import dumps
 from qconvert.formats.finding import Finding
 from qconvert.formats.header import strict_json
+from qconvert.formats.rotation import DEFAULT_GROUP, is_group, means_true
 
 HEADER_KEY = "_quantization_metadata"
 #: Entries of a header that speak of quantisation; none survives into an output.
@@ -149,8 +150,48 @@ def _add(state: Markers, layer: str, carrier: str, value: Any) -> None:
             Finding("repair", f"format name {name!r} is no ComfyUI format; read as {ALIASES[name]!r}", layer)
         )
         marker["format"] = ALIASES[name]
+    state.findings.extend(_mend_numbers(layer, carrier, marker))
+    state.findings.extend(_rotation_findings(layer, carrier, marker))
     if all(marker != other for _, other in state.candidates):
         state.candidates.append((carrier, marker))
+
+
+def _mend_numbers(layer: str, carrier: str, marker: dict[str, Any]) -> Iterator[Finding]:
+    """Group sizes written as "16" or 16.0 are numbers to every reader; null is what a missing key is."""
+    for key in ("group_size", "convrot_groupsize"):
+        value = marker.get(key)
+        if value is None:
+            marker.pop(key, None)
+        elif _is_number(value):
+            marker[key] = int(value)
+            yield Finding("repair", f"{carrier} marker's {key} is {value!r}; read as {int(value)}", layer)
+
+
+def _is_number(value: Any) -> bool:
+    """A number that is not written as a JSON integer."""
+    return (isinstance(value, str) and value.strip().isdecimal()) or (
+        isinstance(value, float) and value.is_integer()
+    )
+
+
+def _rotation_findings(layer: str, carrier: str, marker: Mapping[str, Any]) -> Iterator[Finding]:
+    """ConvRot keys that `rotation.marker_rotation` has to make sense of."""
+    flag, group = marker.get("convrot"), marker.get("convrot_groupsize")
+    if isinstance(flag, str):
+        said = "true" if means_true(flag) else "false"
+        yield Finding(
+            "repair" if said == "true" else "guess",
+            f"{carrier} marker's convrot is the string {flag!r}; read as {said}",
+            layer,
+            "ComfyUI takes any string as true",
+        )
+    elif flag is not None and not isinstance(flag, bool):
+        yield Finding("repair", f"{carrier} marker's convrot is {flag!r}; read as {bool(flag)}", layer)
+    if group is not None and not is_group(group):
+        message = (
+            f"{carrier} marker's convrot_groupsize {group!r} is no power of 4; {DEFAULT_GROUP} is assumed"
+        )
+        yield Finding("guess", message, layer, "the default")
 
 
 def _prefix_fix(names: list[str], known: set[str]) -> Any:

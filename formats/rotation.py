@@ -20,6 +20,11 @@ def is_group(group: Any) -> bool:
     return group == 1
 
 
+def means_true(text: str) -> bool:
+    """What the writer of a string meant where a JSON true or false belongs."""
+    return text.strip().lower() not in ("", "false", "0", "no")
+
+
 def marker_rotation(marker: Mapping[str, Any] | None, default: int) -> int:
     """The ConvRot group that a marker states: 0 for none. `default`: what a marker without `convrot` means.
 
@@ -29,7 +34,7 @@ def marker_rotation(marker: Mapping[str, Any] | None, default: int) -> int:
         return default
     flag = marker.get("convrot")
     if isinstance(flag, str):
-        flag = flag.strip().lower() not in ("", "false", "0", "no")
+        flag = means_true(flag)
     if flag is None:
         if default == 0:
             return 0

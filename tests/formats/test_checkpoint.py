@@ -176,6 +176,17 @@ def test_a_broken_config_is_an_error_with_its_name(text: str, d: ModuleType, tmp
         Checkpoint.open(tmp_path / "x.safetensors")
 
 
+def test_no_length_of_a_header_looks_like_another_container(d: ModuleType, tmp_path: Path) -> None:
+    """0x80 begins a pickle, and one safetensors header in 32 as well."""
+    lengths = set()
+    for extra in range(300):
+        path = d.write(tmp_path / "x.safetensors", {"a.weight": d.f32_tensor([[1.0]])}, {"x": "y" * extra})
+        with opened(path) as checkpoint:
+            assert checkpoint.read("a.weight") == 1
+        lengths.add(path.read_bytes()[0])
+    assert 0x80 in lengths
+
+
 # ---- payload
 
 
