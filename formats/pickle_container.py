@@ -8,6 +8,7 @@ entries are refused here; nothing is ever unpickled by other means.
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -40,6 +41,8 @@ def read_pickle(path: Path, index: int = 0) -> Header:
     size = path.stat().st_size
     specs = []
     for key, tensor in _tensors(root, ""):
+        if str(tensor.layout) != "torch.strided":
+            raise HeaderError(f"tensor {key!r} is {tensor.layout}", file=name, hint=_RESAVE)
         dtype = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
         if dtype is None:
             raise HeaderError(f"tensor {key!r} is of type {tensor.dtype}", file=name, hint=_RESAVE)
@@ -73,6 +76,7 @@ def _directory(path: Path) -> list[tuple[int, int]]:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
+            order = [archive.read(entry) for entry in entries if entry.filename.endswith("/byteorder")]
     except (zipfile.BadZipFile, OSError, NotImplementedError):
         raise HeaderError(
             "is a pickle without a zip archive (torch before 1.6), or no torch file at all",
@@ -81,6 +85,8 @@ def _directory(path: Path) -> list[tuple[int, int]]:
         ) from None
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise HeaderError("the archive's entries are compressed", file=str(path), hint=_RESAVE)
+    if order and order[0].strip() != b"little":
+        raise HeaderError("was written on a big-endian machine", file=str(path), hint=_RESAVE)
     size = path.stat().st_size
     # The data follows the entry's own header, whose length only the loader reads; its end bounds it.
     return [
@@ -101,10 +107,16 @@ def _load(path: Path) -> Any:
         with FakeTensorMode():
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises what the pickle made it raise
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"it names {named[1]}, which is no tensor" if named else _first_sentence(error)
         raise HeaderError(
-            f"torch.load(weights_only=True) refuses it: {first[:200]}", file=str(path), hint=_RESAVE
+            f"torch.load(weights_only=True) refuses it: {what}", file=str(path), hint=_RESAVE
         ) from None
+
+
+def _first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.partition(". ")[0][:200]
 
 
 def _tensors(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
