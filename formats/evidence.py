@@ -82,7 +82,9 @@ def weigh(
 
 
 def _by_carrier(layers: Iterable[Layer]) -> list[list[Layer]]:
-    """Layers that the user speaks of, that carry a marker, and that do not: each pool was made in one way."""
+    """Layers that the user speaks of, that a marker or a configuration speaks of, and others: each pool was made in
+    one way.
+    """
     pools: dict[str, list[Layer]] = {}
     for layer in layers:
         pools.setdefault(_carrier(layer), []).append(layer)
@@ -90,7 +92,9 @@ def _by_carrier(layers: Iterable[Layer]) -> list[list[Layer]]:
 
 
 def _carrier(layer: Layer) -> str:
-    return "assumed" if layer.assumed else "unmarked" if layer.marker is None else "marked"
+    if layer.assumed:
+        return "assumed"
+    return "unmarked" if layer.marker is None and "stated" not in layer.options else "marked"
 
 
 def _block_scales(checkpoint: Checkpoint, inventory: Inventory, pool: list[Layer]) -> list[Judgement]:
@@ -218,7 +222,7 @@ def _apply(inventory: Inventory, layers: list[Layer], answer: _Answer) -> Judgem
     for layer in layers:
         layer.options[answer.key] = answer.value
         if carrier == "unmarked":
-            _restate(layer, words)
+            _restate(layer, words if answer.known else f"values do not tell: {words}")
         elif contrary:
             message = f"marked {_marked(layer)}, but its values show {reading}; read so"
             layer.findings.append(Finding("guess", message, layer.prefix, words))
@@ -237,7 +241,7 @@ def _apply(inventory: Inventory, layers: list[Layer], answer: _Answer) -> Judgem
 
 def _marked(layer: Layer) -> str:
     marker = layer.marker or {}
-    name = str(marker.get("format"))
+    name = str(marker.get("format", f"{layer.codec.name} by its configuration"))
     if layer.codec.name != "int8":
         return name
     group = marker.get("convrot_groupsize", 256)

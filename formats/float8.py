@@ -1,6 +1,8 @@
-"""fp8 weights, e4m3fn and e5m2: one scale, a scale a row, 128 x 128 blocks, or none (a plain cast).
+"""fp8 weights, e4m3fn and e5m2: one scale, a scale a row, a scale a block of rows and columns, or none (a plain cast).
 
-Layout and arithmetic: FORMATS "fp8": w = float32(q) * scale. Legacy ComfyUI files call the scale `scale_weight`.
+Layout and arithmetic: FORMATS "fp8": w = float32(q) * scale. Legacy ComfyUI files call the scale `scale_weight`,
+block fp8 (DeepSeek, transformers) `weight_scale_inv`, which multiplies too. The same numbers under other tools'
+configurations: FORMATS_OTHER sections 3, 4, 5, 8 (compressed-tensors, ModelOpt, LightX2V, row-wise fp8).
 """
 
 from __future__ import annotations
@@ -25,18 +27,27 @@ from qconvert.formats.base import (
 )
 from qconvert.formats.dtypes import FP8
 from qconvert.formats.finding import Finding
+from qconvert.formats.quant_config import QuantConfig, quant_config, scheme_weights
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
 
-_MARKERS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+#: "rowwise-..." stands in header lists of format_version 1.1: weight_scale F32 [N].
+ROWWISE = "rowwise-float8_e4m3fn"
+_MARKERS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", ROWWISE: "F8_E4M3"}
+#: Configurations under which fp8 weights carry their scales as recognised here.
+_WRITERS = frozenset({"compressed-tensors", "modelopt", "fp8", "bfl"})
+_BLOCK = 128
 _SCALES = ("weight_scale", "scale_weight", "weight_scale_inv")
 
 
 class Float8(Codec):
-    """options: kind (F8_E4M3 | F8_E5M2), scale (scalar | row | block | none), block, source, full_precision."""
+    """options: kind (F8_E4M3 | F8_E5M2), scale (scalar | row | block | none), block (rows, columns), source,
+    full_precision. For writing also: flat (row scales are [N], not [N,1]), input (an input_scale is among the codes
+    and written as F32 ()), unmarked (the target has no markers).
+    """
 
     name = "float8"
-    marker_formats = ("float8_e4m3fn", "float8_e5m2")
+    marker_formats = ("float8_e4m3fn", "float8_e5m2", ROWWISE)
     family = "float8"
 
     def recognise(self, group: Group, marker: Mapping[str, Any] | None) -> Recognition | str:
@@ -68,14 +79,18 @@ class Float8(Codec):
         shape = weight.shape[1:] if experts else weight.shape
         n = shape[0] if shape else 1
         k = int(np.prod(shape[1:], dtype=np.int64)) if len(shape) > 1 else 1
+        said = quant_config(group)
         options: dict[str, Any] = {"kind": kind, "shape": weight.shape, "scale": "none"}
         owned = {"weight"}
         source = next((name for name in _SCALES if name in group.tensors), None)
         if source is not None:
-            got = self._scale(group.tensors[source], n, k, experts)
+            stated = _stated_block(said, group.prefix)
+            got = self._scale(group.tensors[source], n, k, experts, stated)
             if got is None:
-                return f"{source} {group.tensors[source]} is not one value, one a row or 128x128 blocks of [{n}, {k}]"
-            options.update(scale=got, source=source)
+                return f"{source} {group.tensors[source]} is not one value, one a row or one a block of [{n}, {k}]"
+            options.update(scale=got[0], source=source)
+            if got[0] == "block":
+                options["block"] = got[1:]
             owned.add(source)
             if group.tensors[source].dtype != "F32":
                 findings.append(
@@ -83,15 +98,15 @@ class Float8(Codec):
                 )
         if marker is None and not (group.legacy_fp8 and source):
             what = f"a scale of kind {options['scale']}" if source else "no scale: a plain cast, scale 1"
-            findings.append(
-                Finding(
-                    "guess",
-                    f"no marker; taken as {kind} with {what}",
-                    group.prefix,
-                    f"dtype {weight.dtype}"
-                    + (f", {source} {group.tensors[source]}" if source else ", no scale tensor"),
+            evidence = f"dtype {weight.dtype}"
+            evidence += f", {source} {group.tensors[source]}" if source else ", no scale tensor"
+            if source is not None and said.method in _WRITERS:
+                options["stated"] = said.method
+                findings.append(Finding("note", f"{kind} with {what}", group.prefix, said.words()))
+            else:
+                findings.append(
+                    Finding("guess", f"no marker; taken as {kind} with {what}", group.prefix, evidence)
                 )
-            )
         elif source is None:
             findings.append(
                 Finding("guess", "marked fp8 without a scale; taken as a plain cast, scale 1", group.prefix)
@@ -103,18 +118,30 @@ class Float8(Codec):
         return Recognition(self.name, n, k, options, frozenset(owned), tuple(findings), experts)
 
     @staticmethod
-    def _scale(spec: Spec, n: int, k: int, experts: int) -> str | None:
+    def _scale(
+        spec: Spec, n: int, k: int, experts: int, stated: tuple[int, int] | None
+    ) -> tuple[str, int, int] | None:
+        """(kind, rows, columns that share a scale), None when the shape says nothing sensible."""
         shape = spec.shape
         if experts:
             if not shape or shape[0] != experts:
-                return "scalar" if is_scalar(shape) and experts == 1 else None
+                return ("scalar", n, k) if is_scalar(shape) and experts == 1 else None
             shape = shape[1:]
         if is_scalar(shape):
-            return "scalar"
+            return "scalar", n, k
         if is_row(shape, n):
-            return "row"
-        if len(shape) == 2 and shape == (-(-n // 128), -(-k // 128)):
-            return "block"
+            return "row", 1, k
+        if len(shape) == 4 and shape[1] == shape[3] == 1:
+            # ModelOpt keeps the axes it reduced over.
+            shape = (shape[0], shape[2])
+        if len(shape) != 2 or not all(shape):
+            return None
+        for rows, columns in (stated or (_BLOCK, _BLOCK), (_BLOCK, _BLOCK)):
+            if shape == (-(-n // rows), -(-k // columns)):
+                return "block", rows, columns
+        # As transformers does it: where the grid divides the weight, its share is the block.
+        if n % shape[0] == 0 and k % shape[1] == 0:
+            return "block", n // shape[0], k // shape[1]
         return None
 
     def parts(self, n: int, k: int, options: Options) -> tuple[Part, ...]:
@@ -122,10 +149,16 @@ class Float8(Codec):
         if options["scale"] == "none":
             return (weight,)
         if options["scale"] == "row":
-            return (weight, Part("weight_scale", Spec("F32", (n, 1))))
-        return (weight, Part("weight_scale", Spec("F32", ()), "whole"))
+            scale = Part("weight_scale", Spec("F32", (n,) if options.get("flat") else (n, 1)))
+        else:
+            scale = Part("weight_scale", Spec("F32", ()), "whole")
+        if options.get("input"):
+            return weight, scale, Part("input_scale", Spec("F32", ()), "whole")
+        return weight, scale
 
     def marker(self, options: Options) -> dict[str, Any] | None:
+        if options.get("unmarked"):
+            return None
         marker: dict[str, Any] = {
             "format": "float8_e4m3fn" if options["kind"] == "F8_E4M3" else "float8_e5m2"
         }
@@ -137,14 +170,17 @@ class Float8(Codec):
         return "amax" if options["scale"] == "scalar" else "none"
 
     def row_step(self, options: Options) -> int:
-        return 128 if options["scale"] == "block" else 1
+        return int(options["block"][0]) if options["scale"] == "block" else 1
 
     def layout(self, options: Options) -> tuple[Any, ...]:
-        return (options["scale"],)
+        return (options["scale"], options.get("block"))
 
     def load(self, stored: Stored, a: int, b: int, backend: Backend) -> Codes:
         codes: Codes = {"q": stored.rows("weight", a, b).reshape(b - a, stored.k).view(np.uint8)}
         kind = stored.options["scale"]
+        if stored.has("input_scale") and is_scalar(stored.shape("input_scale")):
+            raw = stored.whole("input_scale")
+            codes["input_scale"] = backend.to_f32(raw, stored.dtype("input_scale")).reshape(())
         if kind == "none":
             codes["scale"] = np.ones((), np.float32)
             return codes
@@ -155,14 +191,18 @@ class Float8(Codec):
         elif kind == "row":
             codes["scale"] = np.ascontiguousarray(scale.reshape(-1)[a:b])
         else:
-            codes["block_scale"] = np.ascontiguousarray(scale[a // 128 : -(-b // 128)])
+            rows = stored.options["block"][0]
+            codes["block_scale"] = np.ascontiguousarray(
+                scale.reshape(scale.shape[0], -1)[a // rows : -(-b // rows)]
+            )
         return codes
 
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
         kind = options["kind"]
         if "block_scale" in codes:
             rows, k = codes["q"].shape
-            spread = np.repeat(np.repeat(codes["block_scale"], 128, 0)[:rows], 128, 1)[:, :k]
+            down, across = options["block"]
+            spread = np.repeat(np.repeat(codes["block_scale"], down, 0)[:rows], across, 1)[:, :k]
             return backend.to_f32(codes["q"], kind) * spread
         if options["scale"] == "none":
             return backend.to_f32(codes["q"], kind)
@@ -187,15 +227,31 @@ class Float8(Codec):
         out = {"weight": codes["q"]}
         if options["scale"] == "row":
             scale = np.broadcast_to(codes["scale"].reshape(-1, 1), (codes["q"].shape[0], 1))
-            out["weight_scale"] = np.ascontiguousarray(scale)
+            out["weight_scale"] = np.ascontiguousarray(scale.reshape(-1) if options.get("flat") else scale)
         elif options["scale"] == "scalar":
             out["weight_scale"] = codes["scale"]
+        if options.get("input"):
+            out["input_scale"] = codes["input_scale"]
         return out
 
     def carries(self, source: Options, target: Options) -> bool:
         if source["kind"] != target["kind"]:
             return False
         # A plain cast has scale 1; a single scale can be repeated in every row, not the other way round.
+        if source["scale"] == "block" or target["scale"] == "block":
+            return False
         return target["scale"] == source["scale"] or (
             source["scale"] in ("scalar", "none") and target["scale"] in ("scalar", "row")
         )
+
+
+def _stated_block(said: QuantConfig, prefix: str) -> tuple[int, int] | None:
+    """The block that a configuration states: weight_block_size, or compressed-tensors' block_structure."""
+    block = said.document.get("weight_block_size") or scheme_weights(said, prefix).get("block_structure")
+    if (
+        isinstance(block, list | tuple)
+        and len(block) == 2
+        and all(isinstance(x, int) and x > 0 for x in block)
+    ):
+        return int(block[0]), int(block[1])
+    return None

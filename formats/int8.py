@@ -24,20 +24,31 @@ from qconvert.formats.base import (
     is_scalar,
 )
 from qconvert.formats.finding import Finding
+from qconvert.formats.quant_config import quant_config
 from qconvert.formats.rotation import USUAL_GROUPS, choose_group, marker_rotation
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
 
+_SCALES = ("weight_scale", "scale_weight")
+#: Configurations under which int8 weights are not rotated and carry their scales as recognised here.
+_WRITERS = frozenset({"compressed-tensors", "modelopt", "int8"})
+
 
 class Int8(Codec):
-    """options: scale (scalar | row), rotation (0 or the ConvRot group), shape."""
+    """options: scale (scalar | row), rotation (0 or the ConvRot group), shape, source (the scale's suffix).
+
+    For writing also: unmarked (the target has no markers).
+    """
 
     name = "int8"
     marker_formats = ("int8_tensorwise",)
     family = "int8"
 
     def recognise(self, group: Group, marker: Mapping[str, Any] | None) -> Recognition | str:
-        weight, scale = group.tensors.get("weight"), group.tensors.get("weight_scale")
+        weight = group.tensors.get("weight")
+        # LightX2V's ComfyUI mode names int8's scale as ComfyUI's legacy fp8 does.
+        source = next((name for name in _SCALES if name in group.tensors), _SCALES[0])
+        scale = group.tensors.get(source)
         if weight is None or weight.dtype != "I8" or len(weight.shape) < 2:
             return "weight is not int8"
         if scale is None:
@@ -53,12 +64,12 @@ class Int8(Codec):
         elif is_row(scale_shape, n):
             kind = "row"
         else:
-            return f"weight_scale {scale} is neither one value nor one a row of [{n}, {k}]"
+            return f"{source} {scale} is neither one value nor one a row of [{n}, {k}]"
         findings: list[Finding] = []
         if len(scale_shape) == 1 and kind == "row" and n > 1:
             findings.append(Finding("repair", f"row scale is {scale}, not [{n}, 1]", group.prefix))
         if scale.dtype != "F32":
-            findings.append(Finding("repair", f"weight_scale is {scale.dtype}, not F32", group.prefix))
+            findings.append(Finding("repair", f"{source} is {scale.dtype}, not F32", group.prefix))
         rotation = marker_rotation(marker, default=0)
         if rotation and k % rotation:
             # The marker is sure of the rotation and wrong (or silent) about its group.
@@ -74,7 +85,12 @@ class Int8(Codec):
                 )
             )
             rotation = usual
-        if marker is None:
+        options = {"scale": kind, "rotation": rotation, "shape": weight.shape, "source": source}
+        said = quant_config(group)
+        if marker is None and said.method in _WRITERS:
+            options["stated"] = said.method
+            findings.append(Finding("note", f"int8 with {kind} scale", group.prefix, said.words()))
+        elif marker is None:
             findings.append(
                 Finding(
                     "guess",
@@ -83,10 +99,7 @@ class Int8(Codec):
                     f"I8 weight {list(weight.shape)} with {kind} scale",
                 )
             )
-        options = {"scale": kind, "rotation": rotation, "shape": weight.shape}
-        return Recognition(
-            self.name, n, k, options, frozenset({"weight", "weight_scale"}), tuple(findings), experts
-        )
+        return Recognition(self.name, n, k, options, frozenset({"weight", source}), tuple(findings), experts)
 
     def refusal(self, n: int, k: int, options: Options) -> str | None:
         rotation = self.rotation(options)
@@ -101,7 +114,9 @@ class Int8(Codec):
         trailing = (1,) * (len(weight.spec.shape) - 1)
         return (weight, Part("weight_scale", Spec("F32", (n, *trailing))))
 
-    def marker(self, options: Options) -> dict[str, Any]:
+    def marker(self, options: Options) -> dict[str, Any] | None:
+        if options.get("unmarked"):
+            return None
         marker: dict[str, Any] = {"format": "int8_tensorwise"}
         if self.rotation(options):
             marker.update(convrot=True, convrot_groupsize=self.rotation(options))
@@ -114,7 +129,8 @@ class Int8(Codec):
         return (options["scale"],)
 
     def load(self, stored: Stored, a: int, b: int, backend: Backend) -> Codes:
-        scale = backend.to_f32(stored.whole("weight_scale"), stored.dtype("weight_scale")).reshape(-1)
+        source = stored.options.get("source", "weight_scale")
+        scale = backend.to_f32(stored.whole(source), stored.dtype(source)).reshape(-1)
         row = stored.options["scale"] == "row"
         return {
             "q": stored.rows("weight", a, b).reshape(b - a, stored.k),
