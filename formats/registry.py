@@ -28,6 +28,14 @@ from qconvert.formats.mxfp8 import Mxfp8
 from qconvert.formats.nvfp4 import Nvfp4
 from qconvert.formats.plain import Plain
 from qconvert.formats.svdquant import SvdQuant
+from qconvert.formats.torchao import (
+    TorchAoFloat8,
+    TorchAoInt8,
+    TorchAoMx,
+    TorchAoMxfp8,
+    TorchAoNvfp4,
+    TorchAoOther,
+)
 from qconvert.formats.w4a4 import ConvRotW4A4
 from qconvert.formats.w4a8 import W4A8
 
@@ -35,6 +43,12 @@ from qconvert.formats.w4a8 import W4A8
 CODECS: tuple[Codec, ...] = (
     SvdQuant(),
     W4A8(),
+    TorchAoFloat8(),
+    TorchAoInt8(),
+    TorchAoNvfp4(),
+    TorchAoMx(),
+    TorchAoMxfp8(),
+    TorchAoOther(),
     CompressedNvfp4(),
     FastVideoNvfp4(),
     CompressedMx(),
