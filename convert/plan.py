@@ -13,7 +13,7 @@ from qconvert.formats.base import Codec, Part
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import UsageError
 from qconvert.formats.layers import SENTINEL, Inventory, Layer
-from qconvert.formats.marker import QUANT_METADATA_KEYS, render_tensor
+from qconvert.formats.marker import render_tensor, speaks_of_quantisation
 from qconvert.formats.registry import codec as get_codec
 from qconvert.formats.tensors import Spec, TensorSpec
 from qconvert.runtime.contracts.base import Contract
@@ -64,11 +64,8 @@ def make_plan(
             else "marker of a layer that does not exist"
         )
         planner.drops.append(Drop(tensor.name, f"{what}; layers carry their own markers"))
-    metadata = {
-        key: value
-        for key, value in checkpoint.metadata.items()
-        if key not in QUANT_METADATA_KEYS and not key.startswith("comfy.gguf.")
-    }
+    entries = checkpoint.metadata.items()
+    metadata = {key: value for key, value in entries if not speaks_of_quantisation(key, value)}
     names.check_unique(
         [out.name for action in actions for out in action.outputs] + [out.name for out in loose]
     )

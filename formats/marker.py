@@ -24,6 +24,7 @@ QUANT_METADATA_KEYS = (
     "quantization_format",
     "quantization",
 )
+_TORCHAO_LIST, _TORCHAO_RECORD = "tensor_names", '{"_type"'
 #: Names that converters write and no runtime knows -> the format they mean (the scale's shape says the rest).
 ALIASES = {
     "float8_e4m3fn_rowwise": "float8_e4m3fn",
@@ -34,6 +35,13 @@ ALIASES = {
     "int8_rowwise": "int8_tensorwise",
     "int8_tensorwise_rowwise": "int8_tensorwise",
 }
+
+
+def speaks_of_quantisation(key: str, value: str) -> bool:
+    """Whether a header entry describes tensors that a conversion replaces: it does not survive into an output."""
+    if key in QUANT_METADATA_KEYS or key.startswith("comfy.gguf."):
+        return True
+    return key == _TORCHAO_LIST or value.startswith(_TORCHAO_RECORD)
 
 
 @dataclass

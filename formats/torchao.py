@@ -34,11 +34,6 @@ def record(group: Group) -> Mapping[str, Any]:
     return document if isinstance(document, dict) and "_type" in document else {}
 
 
-def is_record(key: str, value: str) -> bool:
-    """Whether a header entry is torchao's: it describes tensors that a conversion replaces."""
-    return key == "tensor_names" or value.startswith('{"_type"')
-
-
 def _is_type(group: Group, *names: str) -> bool | None:
     """Whether the record names one of these classes; None where there is no record."""
     found = record(group)
