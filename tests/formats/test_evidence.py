@@ -236,7 +236,7 @@ def test_lost_fp8_scales_are_noticed(networks: Any, look: Any) -> None:
 def test_chance_is_not_evidence(tmp_path: Path) -> None:
     """Over many random files no score comes near its threshold, in either direction."""
     extremes = {"scales": 0.0, "nibbles": 0.0, "rotation": 0.0}
-    for seed in range(12):
+    for seed in range(8):
         weights = {k: w for k, w in s.network(seed, structured=False).items() if not k.startswith("layers.3")}
         with opened(s.write(tmp_path / "x.safetensors", s.nvfp4_file(weights, mark=NVFP4))) as checkpoint:
             inventory = take_inventory(checkpoint)
