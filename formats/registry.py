@@ -27,6 +27,7 @@ from qconvert.formats.mx import RowMajorMxfp8
 from qconvert.formats.mxfp8 import Mxfp8
 from qconvert.formats.nvfp4 import Nvfp4
 from qconvert.formats.plain import Plain
+from qconvert.formats.qqq import Qqq
 from qconvert.formats.quanto import Quanto
 from qconvert.formats.svdquant import SvdQuant
 from qconvert.formats.torchao import (
@@ -70,6 +71,7 @@ CODECS: tuple[Codec, ...] = (
     Bnb4(),
     Bnb8(),
     Quanto(),
+    Qqq(),
     Gptq(),
     Awq(),
     Mxfp8(),
