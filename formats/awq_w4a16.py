@@ -77,9 +77,10 @@ class AwqW4A16(Codec):
 
     def load(self, stored: Stored, a: int, b: int, backend: Backend) -> Codes:
         codes: Codes = {"q": stored.rows("weight", a, b).view(np.uint8)}
-        for suffix, key in (("weight_scale", "scale"), ("weight_zeros", "zeros")):
+        for suffix, key, bits in (("weight_scale", "scale", "raw_s"), ("weight_zeros", "zeros", "raw_z")):
             raw = stored.columns(suffix, a, b)
             codes[key] = np.ascontiguousarray(backend.to_f32(raw, stored.dtype(suffix)).T)
+            codes[bits] = np.ascontiguousarray(raw.T)
         return codes
 
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
@@ -96,7 +97,7 @@ class AwqW4A16(Codec):
         grouped = x.reshape(rows, k // g, g)
         low, high = grouped.min(axis=2), grouped.max(axis=2)
         # A constant group has no spread: its value is the offset alone.
-        step = np.maximum((high - low) / np.float32(15), np.float32(1e-8))
+        step = np.maximum((high - low) / np.float32(15), np.float32(1e-30))
         scale_raw = backend.from_f32(np.ascontiguousarray(step), dtype)
         scale = backend.to_f32(scale_raw, dtype)
         zeros_raw = backend.from_f32(np.ascontiguousarray(low + np.float32(8) * scale), dtype)
@@ -117,3 +118,6 @@ class AwqW4A16(Codec):
             "weight_scale": np.ascontiguousarray(codes["raw_s"].T),
             "weight_zeros": np.ascontiguousarray(codes["raw_z"].T),
         }
+
+    def carries(self, source: Options, target: Options) -> bool:
+        return (source["group"], source["dtype"]) == (target["group"], target["dtype"])

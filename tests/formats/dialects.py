@@ -50,7 +50,7 @@ class T(NamedTuple):
 
 
 def to_torch(tensor: T) -> torch.Tensor:
-    bits = np.ascontiguousarray(tensor.bits)
+    bits = np.array(tensor.bits, order="C")
     if tensor.dtype == "BF16":
         return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(bits).view(TORCH[tensor.dtype])
@@ -68,7 +68,7 @@ def from_torch(tensor: torch.Tensor) -> T:
 def write(path: Path, tensors: Mapping[str, T], metadata: Mapping[str, str] | None = None) -> Path:
     """A file as the safetensors library writes it."""
     save_file(
-        {name: to_torch(t).clone() for name, t in tensors.items()}, path, dict(metadata) if metadata else None
+        {name: to_torch(t) for name, t in tensors.items()}, path, dict(metadata) if metadata else None
     )
     return path
 
