@@ -25,6 +25,7 @@ from qconvert.formats.modelopt import (
 )
 from qconvert.formats.mx import RowMajorMxfp8
 from qconvert.formats.mxfp8 import Mxfp8
+from qconvert.formats.nunchaku import Nunchaku, NunchakuW4A16
 from qconvert.formats.nvfp4 import Nvfp4
 from qconvert.formats.plain import Plain
 from qconvert.formats.qqq import Qqq
@@ -72,6 +73,8 @@ CODECS: tuple[Codec, ...] = (
     Bnb8(),
     Quanto(),
     Qqq(),
+    Nunchaku(),
+    NunchakuW4A16(),
     Gptq(),
     Awq(),
     Mxfp8(),
