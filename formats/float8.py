@@ -47,7 +47,7 @@ class Float8(Codec):
     """
 
     name = "float8"
-    marker_formats = ("float8_e4m3fn", "float8_e5m2", ROWWISE)
+    marker_formats: tuple[str, ...] = ("float8_e4m3fn", "float8_e5m2", ROWWISE)
     family = "float8"
 
     def recognise(self, group: Group, marker: Mapping[str, Any] | None) -> Recognition | str:
@@ -203,7 +203,7 @@ class Float8(Codec):
             rows, k = codes["q"].shape
             down, across = options["block"]
             spread = np.repeat(np.repeat(codes["block_scale"], down, 0)[:rows], across, 1)[:, :k]
-            return backend.to_f32(codes["q"], kind) * spread
+            return np.asarray(backend.to_f32(codes["q"], kind) * spread, np.float32)
         if options["scale"] == "none":
             return backend.to_f32(codes["q"], kind)
         return backend.fp8_decode(codes["q"], codes["scale"], kind)

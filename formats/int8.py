@@ -41,7 +41,7 @@ class Int8(Codec):
     """
 
     name = "int8"
-    marker_formats = ("int8_tensorwise",)
+    marker_formats: tuple[str, ...] = ("int8_tensorwise",)
     family = "int8"
 
     def recognise(self, group: Group, marker: Mapping[str, Any] | None) -> Recognition | str:

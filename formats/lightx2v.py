@@ -33,6 +33,7 @@ class LightX2VNvfp4(Nvfp4Dialect):
 
     def recognise(self, group: Group, marker: Mapping[str, Any] | None) -> Recognition | str:
         weight, scale = group.tensors.get("weight"), group.tensors.get("weight_scale")
+        scalars: tuple[str, ...]
         if group.has("alpha", "input_global_scale"):
             form, scalars = "alpha", ("alpha", "input_global_scale")
         elif group.has("weight_global_scale"):
@@ -87,8 +88,9 @@ class LightX2VNvfp4(Nvfp4Dialect):
             }
         kept = codes.get("input_global_scale")
         inverse = np.float32(reciprocal(codes["input_scale"]) if kept is None else kept)
-        alpha = codes.get("alpha")
-        if alpha is None or np.float32(alpha) * inverse != total:
+        given = codes.get("alpha")
+        alpha = factor(total, inverse) if given is None else np.float32(given)
+        if alpha * inverse != total:
             alpha = factor(total, inverse)
         return {"alpha": np.asarray(alpha, np.float32), "input_global_scale": np.asarray(inverse, np.float32)}
 

@@ -132,7 +132,7 @@ class Mxfp8Dialect(Mxfp8):
     options: scales (linear | swizzled), weight and source (suffixes), full_precision.
     """
 
-    marker_formats: tuple[str, ...] = ()
+    marker_formats = ()
     writable = False
 
     def claim(

@@ -35,7 +35,7 @@ class Mxfp8(Codec):
     """options: scales (swizzled | linear), source (the scale's suffix), full_precision."""
 
     name = "mxfp8"
-    marker_formats = ("mxfp8",)
+    marker_formats: tuple[str, ...] = ("mxfp8",)
     family = "mxfp8"
 
     def recognise(self, group: Group, marker: Mapping[str, Any] | None) -> Recognition | str:

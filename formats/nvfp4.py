@@ -41,7 +41,7 @@ class Nvfp4(Codec):
     """
 
     name = "nvfp4"
-    marker_formats = ("nvfp4",)
+    marker_formats: tuple[str, ...] = ("nvfp4",)
     family = "nvfp4"
 
     def recognise(self, group: Group, marker: Mapping[str, Any] | None) -> Recognition | str:

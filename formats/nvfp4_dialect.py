@@ -53,7 +53,7 @@ class Names:
 class Nvfp4Dialect(Nvfp4):
     """options as Nvfp4's (nibbles is always "low"), and input: whether an activation scale is written."""
 
-    marker_formats: tuple[str, ...] = ()
+    marker_formats = ()
     names: ClassVar[Names] = Names()
     #: Layouts of block scales that this dialect writes, the usual one first.
     layouts: ClassVar[tuple[str, ...]] = ("linear",)
@@ -103,7 +103,7 @@ class Nvfp4Dialect(Nvfp4):
     def parts(self, n: int, k: int, options: Options) -> tuple[Part, ...]:
         names, swizzled = self.names, options["scales"] == "swizzled"
         shape = (up(n, 128), up(k // 16, 4)) if swizzled else (n, k // 16)
-        parts = (
+        parts: tuple[Part, ...] = (
             Part(names.weight, Spec("U8", (n, k // 2))),
             Part(names.scale, Spec(names.scale_dtype, shape), "tiles" if swizzled else "rows"),
             Part(names.total, Spec("F32", names.one), "whole"),

@@ -58,7 +58,7 @@ class TorchAoFloat8(Float8):
     """Float8Tensor: qdata e4m3 or e5m2 [N,K], scale F32 [N,1] or [1,1]."""
 
     name = "torchao_float8"
-    marker_formats: tuple[str, ...] = ()
+    marker_formats = ()
     anchors = (QDATA,)
     writable = False
 
@@ -88,7 +88,7 @@ class TorchAoInt8(Int8):
     """Int8Tensor: qdata int8 [N,K], scale F32 [N,1], zero_point int8 of 0."""
 
     name = "torchao_int8"
-    marker_formats: tuple[str, ...] = ()
+    marker_formats = ()
     anchors = (QDATA,)
     writable = False
 
