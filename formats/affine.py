@@ -15,12 +15,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 from qconvert.formats.base import F32, Array, Codes, Options
+from qconvert.formats.errors import QConvertError
 from qconvert.kernels.api import Backend
 
 FAMILY = "affine"
 U32 = NDArray[np.uint32]
 #: Candidates of the scale search, as fractions of the scale that just spans the group.
-SHRINK = np.linspace(1.0, 0.72, 15, dtype=np.float32)
+SHRINK = np.linspace(1.0, 0.76, 9, dtype=np.float32)
 
 
 def unpack_stream(words: Array, bits: int, count: int) -> NDArray[np.uint8]:
@@ -75,6 +76,22 @@ def decode(codes: Codes, options: Options) -> F32:
     spread = q.reshape(rows, count, group) - zero[..., None]
     spread *= scale[..., None]
     return np.ascontiguousarray(spread.reshape(rows, k), np.float32)
+
+
+def centred(codes: Codes, options: Options) -> tuple[NDArray[np.uint8], NDArray[np.int16]]:
+    """The same values about the one zero point 2^(bits-1): codes and zeros. Raises when a code does not fit."""
+    half = 1 << (int(options["bits"]) - 1)
+    groups = codes.get("g_idx")
+    if groups is None:
+        groups = np.arange(codes["q"].shape[1]) // int(options["group"])
+    q = codes["q"].astype(np.int16) - codes["zero"][:, groups] + np.int16(half)
+    if q.size and (q.min() < 0 or q.max() >= 2 * half):
+        raise QConvertError(
+            "zero points are not symmetric, as the first of them are, and codes do not fit about one zero point",
+            found=f"{q.min() - half} to {q.max() - half}",
+            expected=f"{-half} to {half - 1}",
+        )
+    return q.astype(np.uint8), np.full_like(codes["zero"], half)
 
 
 def encode_symmetric(x: F32, bits: int, group: int, dtype: str, backend: Backend, best: bool) -> Codes:

@@ -36,10 +36,15 @@ _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 STEP = 32
 #: A mean this near to zero, in steps of the code, tells v1 from v2: the other reading is one whole step off.
 CLEAR = 0.25
+#: What sglang's kernel asks of a layer (FORMATS_OTHER section 1).
+MARLIN_N, MARLIN_K = 64, 128
 
 
 class Gptq(Codec):
-    """options: bits, group (K when there is one), zeros ("v1" | "v2"), symmetric, order ("natural" | "act"), dtype."""
+    """options: bits, group (K when there is one), zeros ("v1" | "v2"), symmetric, order ("natural" | "act"), dtype.
+
+    When written: marlin (the layer must suit sglang's kernel).
+    """
 
     name = "gptq"
     anchors = ("qweight",)
@@ -88,6 +93,8 @@ class Gptq(Codec):
             return f"gptq needs K to be a multiple of the group, K = {k}, group {size}"
         if n * bits % 32 or k * bits % 32:
             return f"{bits}-bit gptq packs whole words: N = {n} and K = {k} must be multiples of {32 // bits}"
+        if options.get("marlin") and (n % MARLIN_N or k % MARLIN_K):
+            return f"sglang's Marlin kernel needs N % {MARLIN_N} = 0 and K % {MARLIN_K} = 0, N = {n}, K = {k}"
         return None
 
     def parts(self, n: int, k: int, options: Options) -> tuple[Part, ...]:
@@ -135,28 +142,28 @@ class Gptq(Codec):
         return affine.encode_symmetric(x, bits, size, options["dtype"], backend, quality == "best")
 
     def store(self, codes: Codes, options: Options, k: int) -> dict[str, Array]:
-        bits, zeros = int(options["bits"]), codes["zero"]
+        bits, q, zeros = int(options["bits"]), codes["q"], codes["zero"]
         if options["symmetric"] and (zeros != 1 << (bits - 1)).any():
-            raise QConvertError(
-                "zero points are not symmetric, as the source's configuration says they are",
-                found=f"zero points {zeros.min()} to {zeros.max()}",
-                expected=f"{1 << (bits - 1)} throughout",
-            )
+            q, zeros = affine.centred(codes, options)
         index = codes.get("g_idx")
         if index is None:
             index = (np.arange(k) // options["group"]).astype(np.int32)
         return {
-            "qweight": np.ascontiguousarray(affine.pack_stream(codes["q"], bits).T),
+            "qweight": np.ascontiguousarray(affine.pack_stream(q, bits).T),
             "qzeros": pack_zeros(zeros.T.astype(np.uint8), bits, options["zeros"]),
             "scales": np.ascontiguousarray(codes["scale_raw"].T),
             "g_idx": index,
         }
 
     def carries(self, source: Options, target: Options) -> bool:
-        """Codes are bits, groups and scales as they are; a symmetric target takes symmetric sources alone."""
-        same = all(source.get(key) == target[key] for key in ("bits", "group", "dtype"))
+        """Groups and scales as they are; codes too, or about one zero point where the target has room for that."""
+        same = all(source.get(key) == target[key] for key in ("group", "dtype"))
         order = source.get("order", "natural") == "natural" or target["order"] == "act"
-        return same and order and (source["symmetric"] is True or not target["symmetric"])
+        if not target["symmetric"]:
+            return same and order and source["bits"] == target["bits"]
+        # q - zero is below 2^bits in magnitude, or in [-2^(bits-1), 2^(bits-1)) where zeros are symmetric.
+        room = source["bits"] if source["symmetric"] else source["bits"] + 1
+        return same and order and room <= target["bits"]
 
 
 def unpack_zeros(words: Array, bits: int, version: Version, count: int) -> Array:

@@ -17,6 +17,7 @@ from qconvert.runtime.target import OptionMaker as OptionMaker
 from qconvert.runtime.target import Options as Options
 from qconvert.runtime.target import Target as Target
 from qconvert.runtime.target import Wishes as Wishes
+from qconvert.runtime.targets_gptq import GPTQ_TARGETS
 
 #: ConvRot groups that every runtime's layers serve, the default first.
 SERVED_GROUPS = (256, 64, 16)
@@ -170,6 +171,7 @@ TARGETS: tuple[Target, ...] = (
     Target("comfyui:convrot_w4a4", "comfyui", "comfyui", "ComfyUI w4a4", "w4a4", _w4a4, **_INT8_ROWS),
     Target("comfyui:asym_w4a8_int8", "comfyui", "comfyui", "ComfyUI w4a8", "w4a8", _w4a8(False), **_INT8_ROWS),
     Target("comfyui:awq_w4a16", "comfyui", "comfyui", "ComfyUI awq", "awq_w4a16", _awq, **_INT8_ROWS),
+    *GPTQ_TARGETS,
 )  # fmt: skip
 
 
