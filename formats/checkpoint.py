@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from qconvert.formats.containers import SUFFIXES, read_container
 from qconvert.formats.dtypes import SUB_BYTE, numpy_dtype
 from qconvert.formats.errors import HeaderError, QConvertError, UsageError
-from qconvert.formats.containers import SUFFIXES, read_container
 from qconvert.formats.header import Header, strict_json
 from qconvert.formats.tensors import HeaderView, Spec, TensorSpec
 
