@@ -16,15 +16,15 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def _dialects() -> ModuleType:
-    """`dialects.py` as a module; test folders are no packages, so it is loaded by its path, once."""
-    name = "qconvert_tests_dialects"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, HERE / "dialects.py")
+def _load(name: str) -> ModuleType:
+    """A helper beside this file as a module; test folders are no packages, so it is loaded by its path, once."""
+    full = f"qconvert_tests_{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, HERE / f"{name}.py")
         assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+        sys.modules[full] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[full])
+    return sys.modules[full]
 
 
 pytest.importorskip("torch")
@@ -32,17 +32,25 @@ pytest.importorskip("safetensors")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`source`, `bank`, `convolution`, `odd`: every way in which a weight of that kind is stored."""
+    """`source`, `bank`, `convolution`, `odd`: every way in which a weight of that kind is stored. `label`: written."""
     tables = {"source": "SOURCES", "bank": "BANKS", "convolution": "CONVOLUTIONS", "odd": "ODD"}
     for name, table in tables.items():
         if name in metafunc.fixturenames:
-            metafunc.parametrize(name, list(getattr(_dialects(), table)))
+            metafunc.parametrize(name, list(getattr(_load("dialects"), table)))
+    if "label" in metafunc.fixturenames:
+        metafunc.parametrize("label", list(_load("writing").WRITTEN))
 
 
 @pytest.fixture(scope="session")
 def d() -> ModuleType:
     """The independent definitions."""
-    return _dialects()
+    return _load("dialects")
+
+
+@pytest.fixture(scope="session")
+def writing() -> ModuleType:
+    """What codecs write."""
+    return _load("writing")
 
 
 @pytest.fixture
@@ -75,7 +83,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     def make(what: Path | Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> Checkpoint:
         if not isinstance(what, Path):
-            what = _dialects().write(tmp_path / f"file{len(made)}.safetensors", what, metadata)
+            what = _load("dialects").write(tmp_path / f"file{len(made)}.safetensors", what, metadata)
         made.append(Checkpoint.open(what))
         return made[-1]
 

@@ -67,9 +67,7 @@ def from_torch(tensor: torch.Tensor) -> T:
 
 def write(path: Path, tensors: Mapping[str, T], metadata: Mapping[str, str] | None = None) -> Path:
     """A file as the safetensors library writes it."""
-    save_file(
-        {name: to_torch(t) for name, t in tensors.items()}, path, dict(metadata) if metadata else None
-    )
+    save_file({name: to_torch(t) for name, t in tensors.items()}, path, dict(metadata) if metadata else None)
     return path
 
 
