@@ -106,20 +106,18 @@ def check(file: Path, runtime: str | None, tp: int, as_json: bool) -> None:
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--min-sqnr", type=float, metavar="DB", help="Threshold for every layer (default: by format).")
 @click.option("--sample", type=click.IntRange(1), metavar="ROWS", help="Only this many rows of each layer.")
+@click.option(
+    "--activations", type=click.Path(path_type=Path), metavar="FILE", help="Recorded inputs, [S, K] a layer."
+)
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Threads (default: all cores).")
+@click.option("--memory", default="512MiB", metavar="SIZE", help="Buffers, e.g. 128MiB (default 512MiB).")
 @click.option("--rename", multiple=True, metavar="REGEX=NEW", help="The renames the conversion was given.")
 @click.option("--json", "as_json", is_flag=True)
-def verify(
-    source: Path,
-    target: Path,
-    min_sqnr: float | None,
-    sample: int | None,
-    rename: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def verify(source: Path, target: Path, as_json: bool, **options: Any) -> None:
     """Decode SOURCE and TARGET and compare weights and outputs; exit code 1 under the threshold."""
-    from qconvert.convert.command import run_verify
+    from qconvert.convert.verification import run_verify
 
-    run_verify(source, target, min_sqnr, sample, rename, as_json)
+    run_verify(source, target, as_json, **options)
 
 
 @cli.command()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +12,15 @@ from qconvert.convert.classes import layer_class
 from qconvert.convert.cli import parse_pairs
 from qconvert.convert.job import Outcome, Request, execute_plan, output_path, plan_job
 from qconvert.convert.plan import PlanOptions
-from qconvert.convert.reading import read_source
+from qconvert.convert.progress import progress_bar
 from qconvert.convert.report import outcome_json, plan_json
 from qconvert.convert.text import db, grouped, parse_size, size, table, tally
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
-from qconvert.formats.layers import parse_assumption, take_inventory
-from qconvert.kernels.select import get_backend
-from qconvert.runtime.roles import is_embedding_name
+from qconvert.formats.layers import parse_assumption
 from qconvert.runtime.targets import Wishes
-from qconvert.runtime.verify import LayerMatch, compare_files, decibels, default_threshold
+from qconvert.runtime.verify import decibels
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-#: Layers listed one by one by `verify`, worst first.
-WORST = 8
 
 
 def make_request(source: Path, target: str, output: Path | None, options: dict[str, Any]) -> Request:
@@ -82,18 +74,6 @@ def run_convert(
         click.echo(dumps(outcome_json(outcome)))
     else:
         print_outcome(outcome)
-
-
-@contextmanager
-def progress_bar(total: int, quiet: bool) -> Iterator[Any]:
-    """Bytes of source done; nothing when not a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
-        yield bar.update
 
 
 def print_plan(checkpoint: Checkpoint, plan: Plan, out_bytes: int, path: Path) -> None:
@@ -184,100 +164,3 @@ def class_errors(outcome: Outcome) -> list[tuple[str, int, float]]:
             entry[1] += result.signal
             entry[2] += result.noise
     return [(cls, int(n), decibels(signal, noise)) for cls, (n, signal, noise) in sorted(sums.items())]
-
-
-def run_verify(
-    source: Path,
-    target: Path,
-    min_sqnr: float | None,
-    sample: int | None,
-    rename: tuple[str, ...],
-    as_json: bool,
-) -> None:
-    """`qconvert verify SRC DST`."""
-    import re
-
-    rules = [(re.compile(a), b) for a, b in parse_pairs(rename, "--rename")]
-
-    def renamed(name: str) -> str:
-        for pattern, replacement in rules:
-            name = pattern.sub(replacement, f"{name}.weight").removesuffix(".weight")
-        return name
-
-    with opened(source) as a, opened(target) as b:
-        # The target is read as its markers say, for so will the runtime.
-        left, right = read_source(a)[0], take_inventory(b)
-        with progress_bar(sum(layer.nbytes for layer in left.layers.values()), as_json) as advance:
-            found = compare_files(
-                (a, left),
-                (b, right),
-                get_backend(),
-                rename=renamed if rules else None,
-                max_rows=sample,
-                progress=advance,
-            )
-    bad = [
-        m
-        for m in found.matches
-        if m.sqnr < (min_sqnr if min_sqnr is not None else default_threshold(m.format))
-    ]
-    problems = [f"{name} is missing in {target}" for name in found.missing] + found.mismatched
-    problems += [f"{m.layer}: {db(m.sqnr)} is too far from the source" for m in bad]
-    if not found.matches:
-        problems.append("the two files have no layer in common")
-    if as_json:
-        click.echo(
-            dumps(
-                {
-                    "ok": not problems,
-                    "sqnr_db": _number(found.total()),
-                    "problems": problems,
-                    "layers": [_match_json(m) for m in found.matches],
-                }
-            )
-        )
-    else:
-        _print_matches(found.matches)
-        for name in found.extra:
-            click.echo(f"note      {name} is only in {target}")
-        for problem in problems:
-            click.echo(f"wrong     {problem}")
-        click.echo(
-            f"verdict   {'wrong' if problems else 'right'}: {len(found.matches)} layers, SQNR {db(found.total())}"
-        )
-    if problems:
-        sys.exit(1)
-
-
-def _print_matches(matches: list[LayerMatch]) -> None:
-    sums: dict[tuple[str, str], list[float]] = {}
-    for m in matches:
-        role = "embedding" if is_embedding_name(m.layer) else "linear"
-        entry = sums.setdefault((layer_class(m.layer, role), m.format), [0, 0.0, 0.0, 0.0, 0.0])
-        for i, value in enumerate((1, m.signal, m.noise, m.out_signal, m.out_noise)):
-            entry[i] += value
-    rows = [("class", "format", "layers", "weights", "outputs")]
-    for (cls, name), (count, s, n, os, on) in sorted(sums.items()):
-        rows.append((cls, name, str(int(count)), db(decibels(s, n)), db(decibels(os, on)) if os else "-"))
-    for line in table(rows, ""):
-        click.echo(line)
-    worst = sorted((m for m in matches if m.noise), key=lambda m: m.sqnr)[:WORST]
-    for m in worst:
-        out = f", outputs {db(m.out_sqnr)}" if m.out_signal else ""
-        click.echo(f"worst     {m.layer}: {m.source_format} -> {m.format}, weights {db(m.sqnr)}{out}")
-
-
-def _match_json(m: LayerMatch) -> dict[str, Any]:
-    return {
-        "layer": m.layer,
-        "from": m.source_format,
-        "to": m.format,
-        "rows": m.rows,
-        "sqnr_db": _number(m.sqnr),
-        "output_sqnr_db": _number(m.out_sqnr) if m.out_signal else None,
-    }
-
-
-def _number(value: float) -> float | str:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else "exact" if value > 0 else "none"

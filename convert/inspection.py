@@ -1,69 +1,116 @@
-"""What `inspect` and `check` do and print. Neither torch nor numba is imported here."""
+"""What `inspect` does and prints: one screen. Neither torch nor numba is imported here."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from qconvert.convert.checking import judge, weighed_source
 from qconvert.convert.report import verdict_json
 from qconvert.convert.text import grouped, size, table, tally
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
+from qconvert.formats.errors import QConvertError
 from qconvert.formats.header import strict_json
-from qconvert.formats.layers import Inventory, Layer, take_inventory
+from qconvert.formats.layers import Inventory, Layer
 from qconvert.formats.marker import HEADER_KEY
-from qconvert.runtime.contracts.registry import DEFAULT_CONTRACT, contract_names, get_contract
+from qconvert.runtime.contracts.base import Verdict
+from qconvert.runtime.contracts.registry import contract_names, get_contract
+from qconvert.runtime.families import detect
 from qconvert.runtime.roles import is_embedding_name
 from qconvert.runtime.verify import describe
 
+#: Kinds of finding that fit on a screen beside the rest.
+FINDINGS = 10
+
 
 def run_inspect(path: Path, as_json: bool) -> None:
-    """`qconvert inspect FILE`."""
+    """`qconvert inspect FILE`: exits 1 when a layer is in no known format, after showing the rest."""
     with opened(path) as checkpoint:
-        inventory = take_inventory(checkpoint)
-        view = checkpoint.view()
-        verdicts = [get_contract(name).check(view) for name in contract_names()]
+        weighed = weighed_source(checkpoint)
+        verdicts = [judge(checkpoint, get_contract(name), weighed=weighed) for name in contract_names()]
+    unread = weighed if isinstance(weighed, QConvertError) else None
+    inventory = Inventory({}, [], [], []) if isinstance(weighed, QConvertError) else weighed[0]
     if as_json:
-        click.echo(
-            dumps(
-                {
-                    "path": str(path),
-                    "bytes": checkpoint.nbytes,
-                    "tensors": len(checkpoint.tensors),
-                    "carriers": _carriers(checkpoint),
-                    "layers": [_layer_json(layer) for layer in inventory.layers.values()],
-                    "findings": [
-                        {"level": f.level, "layer": f.layer, "message": f.message, "evidence": f.evidence}
-                        for f in inventory.all_findings()
-                    ],
-                    "provenance": _provenance(checkpoint),
-                    "runtimes": [
-                        {"runtime": v.runtime, "accepted": v.accepted, "config": v.config} for v in verdicts
-                    ],
-                }
-            )
-        )
-        return
+        click.echo(dumps(_json(path, checkpoint, inventory, verdicts, unread)))
+    else:
+        for line in _screen(path, checkpoint, inventory, verdicts, unread):
+            click.echo(line)
+    if unread:
+        sys.exit(1)
+
+
+def _json(
+    path: Path,
+    checkpoint: Checkpoint,
+    inventory: Inventory,
+    verdicts: Sequence[Verdict],
+    unread: QConvertError | None,
+) -> dict[str, Any]:
+    return {
+        "path": str(path),
+        "bytes": checkpoint.nbytes,
+        "tensors": len(checkpoint.tensors),
+        "carriers": _carriers(checkpoint),
+        "families": _families(checkpoint),
+        "layers": [_layer_json(layer) for layer in inventory.layers.values()],
+        "findings": [
+            {"level": f.level, "layer": f.layer, "message": f.message, "evidence": f.evidence}
+            for f in inventory.all_findings()
+        ],
+        "error": unread.line() if unread else None,
+        "provenance": _provenance(checkpoint),
+        "runtimes": [verdict_json(verdict) for verdict in verdicts],
+    }
+
+
+def _screen(
+    path: Path,
+    checkpoint: Checkpoint,
+    inventory: Inventory,
+    verdicts: Sequence[Verdict],
+    unread: QConvertError | None,
+) -> Iterator[str]:
     shards = f" in {len(checkpoint.files)} files" if len(checkpoint.files) > 1 else ""
-    click.echo(f"file      {path}  {size(checkpoint.nbytes)}, {len(checkpoint.tensors)} tensors{shards}")
-    click.echo(f"markers   {', '.join(_carriers(checkpoint)) or 'none'}")
-    for line in table(_kinds(inventory), "          "):
-        click.echo(line)
-    for line in grouped(inventory.all_findings()):
-        click.echo(f"found     {line}")
+    yield f"file      {path}  {size(checkpoint.nbytes)}, {len(checkpoint.tensors)} tensors{shards}"
+    yield f"family    {', '.join(_families(checkpoint)) or 'unknown'}"
+    yield f"markers   {', '.join(_carriers(checkpoint)) or 'none'}"
+    if unread:
+        yield f"holds     {tally(tensor.dtype for tensor in checkpoint.tensors.values())}"
+        yield f"unread    {unread.line()}"
+    else:
+        yield from table(_kinds(inventory), "          ")
+    lines = grouped(inventory.all_findings())
+    for line in lines[:FINDINGS]:
+        yield f"found     {line}"
+    if len(lines) > FINDINGS:
+        yield f"found     ... and {len(lines) - FINDINGS} more kinds of finding (--json lists all)"
     made = _provenance(checkpoint)
     if made:
-        click.echo(
+        guesses = made.get("guesses")
+        count = len(guesses) if isinstance(guesses, list) else 0
+        yield (
             f"made by   qconvert {made.get('version')}: {made.get('source')} to {made.get('target')}, "
-            f"{made.get('actions')}, {len(made.get('guesses', []))} guesses"
+            f"{_actions(made.get('actions'))}, {count} guesses"
         )
     for verdict in verdicts:
         if verdict.accepted:
-            click.echo(f"runtime   {verdict.runtime}: takes it as {verdict.config or 'unquantised'}")
+            yield f"runtime   {verdict.runtime}: takes it as {verdict.config or 'unquantised'}"
         else:
             why = next(v for v in verdict.all_violations() if v.severity in ("refuse", "trap"))
-            click.echo(f"runtime   {verdict.runtime}: no, {why.line()}")
+            yield f"runtime   {verdict.runtime}: no, {why.line()}"
+
+
+def _actions(value: Any) -> str:
+    """ "repack 37, keep 16" out of a file's own provenance, which may be anything."""
+    return ", ".join(f"{kind} {count}" for kind, count in value.items()) if isinstance(value, dict) else "?"
+
+
+def _families(checkpoint: Checkpoint) -> list[str]:
+    found = detect({name: tensor.spec for name, tensor in checkpoint.tensors.items()})
+    return list(dict.fromkeys(match.title for match in found))
 
 
 def _kinds(inventory: Inventory) -> list[tuple[str, ...]]:
@@ -119,28 +166,3 @@ def _provenance(checkpoint: Checkpoint) -> dict[str, Any]:
     except ValueError:
         return {}
     return document if isinstance(document, dict) else {}
-
-
-def run_check(path: Path, runtime: str | None, tp: int, as_json: bool) -> None:
-    """`qconvert check FILE`: exits 1 when the runtime would refuse or misread the file."""
-    contract = get_contract(runtime or DEFAULT_CONTRACT)
-    with opened(path) as checkpoint:
-        verdict = contract.check(checkpoint.view(), tp=tp)
-    if as_json:
-        click.echo(dumps(verdict_json(verdict)))
-    else:
-        groups: dict[tuple[str, str, str], list[str]] = {}
-        for layer in verdict.layers:
-            groups.setdefault((layer.kind, str(layer.format), layer.method), []).append(layer.layer)
-        rows = [
-            (kind, name, f"-> {method}", str(len(layers)), layers[0])
-            for (kind, name, method), layers in groups.items()
-        ]
-        for line in table(rows, ""):
-            click.echo(line)
-        for violation in verdict.all_violations():
-            click.echo(f"{violation.severity:11} {violation.line()}")
-        answer = f"accepted as {verdict.config or 'unquantised'}" if verdict.accepted else "not accepted"
-        click.echo(f"{verdict.runtime}: {answer}")
-    if not verdict.accepted:
-        sys.exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from qconvert.formats.base import F32
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Inventory, Layer
 from qconvert.formats.reader import LayerReader
+from qconvert.formats.tensors import TensorSpec
 from qconvert.formats.values import aligned, decode_rows, input_factor
 from qconvert.kernels.api import Backend
 
@@ -90,17 +92,24 @@ def _fold(source: Layer, target: Layer) -> bool:
 
 
 def compare_layer(
-    source: Side, target: Side, backend: Backend, *, max_rows: int | None = None, probes: int = PROBES
+    source: Side,
+    target: Side,
+    backend: Backend,
+    *,
+    max_rows: int | None = None,
+    activations: F32 | None = None,
 ) -> LayerMatch:
     """Decode both sides and compare. `max_rows`: only that many rows, in evenly spaced blocks of 128.
 
+    `activations` [S, K]: inputs that outputs are compared on; seeded random ones when None.
     pre_quant_scale is applied on both sides unless both carry one (then stored weights are compared).
     """
     layer = source.layer
     n, k = min(source.layer.n, target.layer.n), layer.k
     fold = _fold(layer, target.layer)
     spans = _spans(n, k, max_rows)
-    activations = _activations(layer.prefix, k, probes) if probes and layer.ndim == 2 and k else None
+    if activations is None and layer.ndim == 2 and k:
+        activations = _activations(layer.prefix, k, PROBES)
     signal = noise = out_signal = out_noise = 0.0
     for x, y in zip(source.chunks(spans, backend, fold), target.chunks(spans, backend, fold), strict=True):
         s, e = backend.error(x, y)
@@ -154,9 +163,12 @@ def pair_layers(
     Without `rename`, a `model.diffusion_model.` prefix missing on one side is bridged.
     """
     strip = "model.diffusion_model."
-    by_name = {rename(name) if rename else name: layer for name, layer in source.layers.items()}
-    if rename is None and not set(by_name) & set(target.layers):
-        by_name = {name.removeprefix(strip): layer for name, layer in by_name.items()}
+    by_name = {}
+    for name, layer in source.layers.items():
+        there = rename(name) if rename else name
+        if rename is None and there not in target.layers and there.removeprefix(strip) in target.layers:
+            there = there.removeprefix(strip)
+        by_name[there] = layer
     pairs = [(layer, target.layers[name]) for name, layer in by_name.items() if name in target.layers]
     missing = sorted(layer.prefix for name, layer in by_name.items() if name not in target.layers)
     extra = sorted(set(target.layers) - set(by_name))
@@ -183,26 +195,59 @@ def compare_files(
     *,
     rename: Callable[[str], str] | None = None,
     max_rows: int | None = None,
-    probes: int = PROBES,
-    only_changed: bool = False,
+    activations: Callable[[Layer], F32 | None] = lambda layer: None,
+    jobs: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Comparison:
-    """Every layer that both files have. `only_changed` skips layers that are unquantised and of one type in both."""
+    """Every layer that both files have, and the tensors that belong to no layer.
+
+    `rename`: a layer's name in the target. `activations`: recorded inputs [S, K] of a source layer, None for random.
+    """
     pairs, missing, extra = pair_layers(source[1], target[1], rename)
-    matches: list[LayerMatch] = []
     mismatched: list[str] = []
-    for a, b in pairs:
-        if (a.k, a.experts) != (b.k, b.experts) or a.n != b.n:
-            mismatched.append(f"{a.prefix}: [{a.n}, {a.k}] against [{b.n}, {b.k}]")
-        elif not (only_changed and not a.quantised and not b.quantised):
-            matches.append(
-                compare_layer(
-                    Side(source[0], a), Side(target[0], b), backend, max_rows=max_rows, probes=probes
-                )
-            )
+
+    def one(pair: tuple[Layer, Layer]) -> LayerMatch | str:
+        a, b = pair
+        if (a.n, a.k, a.experts) != (b.n, b.k, b.experts):
+            return f"{a.prefix}: [{a.n}, {a.k}] against [{b.n}, {b.k}]"
+        match = compare_layer(
+            Side(source[0], a), Side(target[0], b), backend, max_rows=max_rows, activations=activations(a)
+        )
         if progress:
             progress(a.nbytes)
+        return match
+
+    with ThreadPoolExecutor(jobs) as pool:
+        answers = list(pool.map(one, pairs))
+    matches = [answer for answer in answers if isinstance(answer, LayerMatch)]
+    mismatched += [answer for answer in answers if isinstance(answer, str)]
+    missing += _loose(source, target, mismatched)
     return Comparison(matches, missing, extra, mismatched)
+
+
+def _loose(
+    source: tuple[Checkpoint, Inventory], target: tuple[Checkpoint, Inventory], mismatched: list[str]
+) -> list[str]:
+    """Tensors of no layer that the target lacks; those whose bytes differ are added to `mismatched`."""
+    there = {tensor.name: tensor for tensor in target[1].loose}
+    missing = []
+    for tensor in source[1].loose:
+        other = there.get(tensor.name) or there.get(tensor.name.removeprefix("model.diffusion_model."))
+        if other is None:
+            missing.append(tensor.name)
+        elif tensor.spec == other.spec and not _same_bytes(source[0], tensor, target[0], other):
+            mismatched.append(f"{tensor.name}: other bytes under the same type and shape")
+    return missing
+
+
+def _same_bytes(a: Checkpoint, left: TensorSpec, b: Checkpoint, right: TensorSpec) -> bool:
+    step = CHUNK_ELEMENTS * 4
+    for begin in range(0, left.nbytes, step):
+        size = min(step, left.nbytes - begin)
+        x, y = a.pread(left.file, left.start + begin, size), b.pread(right.file, right.start + begin, size)
+        if not np.array_equal(x, y):
+            return False
+    return True
 
 
 #: SQNR (dB) under which a layer of this format is taken as wrong rather than as coarse: several dB below what the

@@ -1,0 +1,146 @@
+"""What `verify` does and prints."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+from qconvert.convert.classes import layer_class
+from qconvert.convert.cli import parse_pairs
+from qconvert.convert.progress import progress_bar
+from qconvert.convert.reading import read_source
+from qconvert.convert.text import db, parse_size, table
+from qconvert.formats.base import F32
+from qconvert.formats.checkpoint import dumps, opened
+from qconvert.formats.errors import UsageError
+from qconvert.formats.layers import Layer, take_inventory
+from qconvert.kernels.select import get_backend
+from qconvert.runtime.recorded import recorded_inputs
+from qconvert.runtime.roles import is_embedding_name
+from qconvert.runtime.verify import CHUNK_ELEMENTS, LayerMatch, compare_files, decibels, default_threshold
+
+#: Layers listed one by one, worst first.
+WORST = 8
+#: Bytes that comparing a chunk takes at its peak for each of its elements: both sides stored, decoded and rotated.
+BYTES_PER_ELEMENT = 40
+
+
+def run_verify(
+    source: Path,
+    target: Path,
+    as_json: bool,
+    *,
+    min_sqnr: float | None,
+    sample: int | None,
+    rename: tuple[str, ...],
+    activations: Path | None,
+    jobs: int | None,
+    memory: str,
+) -> None:
+    """`qconvert verify SRC DST`: exits 1 when a layer is missing or too far from the source."""
+    try:
+        rules = [(re.compile(a), b) for a, b in parse_pairs(rename, "--rename")]
+    except re.error as error:
+        raise UsageError(f"--rename is not a regular expression: {error}") from None
+
+    def renamed(name: str) -> str:
+        for pattern, replacement in rules:
+            name = pattern.sub(replacement, f"{name}.weight").removesuffix(".weight")
+        return name
+
+    def at_random(layer: Layer) -> F32 | None:
+        return None
+
+    backend = get_backend()
+    threads = min(jobs or os.cpu_count() or 1, parse_size(memory) // (CHUNK_ELEMENTS * BYTES_PER_ELEMENT))
+    with ExitStack() as stack:
+        a, b = stack.enter_context(opened(source)), stack.enter_context(opened(target))
+        recorded = stack.enter_context(opened(activations)) if activations else None
+        # The target is read as its markers say, for so will the runtime.
+        left, right = read_source(a)[0], take_inventory(b)
+        advance = stack.enter_context(
+            progress_bar(sum(layer.nbytes for layer in left.layers.values()), as_json)
+        )
+        found = compare_files(
+            (a, left),
+            (b, right),
+            backend,
+            rename=renamed if rules else None,
+            max_rows=sample,
+            activations=recorded_inputs(recorded, backend) if recorded else at_random,
+            jobs=max(1, threads),
+            progress=advance,
+        )
+    bad = [
+        m
+        for m in found.matches
+        if m.sqnr < (min_sqnr if min_sqnr is not None else default_threshold(m.format))
+    ]
+    problems = [f"{name} is missing in {target}" for name in found.missing] + found.mismatched
+    problems += [f"{m.layer}: {db(m.sqnr)} is too far from the source" for m in bad]
+    if not found.matches:
+        problems.append("the two files have no layer in common")
+    if as_json:
+        click.echo(
+            dumps(
+                {
+                    "ok": not problems,
+                    "sqnr_db": _number(found.total()),
+                    "problems": problems,
+                    "layers": [_match_json(m) for m in found.matches],
+                }
+            )
+        )
+    else:
+        _print_matches(found.matches)
+        for name in found.extra:
+            click.echo(f"note      {name} is only in {target}")
+        for problem in problems:
+            click.echo(f"wrong     {problem}")
+        click.echo(
+            f"verdict   {'wrong' if problems else 'right'}: {len(found.matches)} layers, SQNR {db(found.total())}"
+        )
+    if problems:
+        sys.exit(1)
+
+
+def _print_matches(matches: list[LayerMatch]) -> None:
+    sums: dict[tuple[str, str], list[float]] = {}
+    for m in matches:
+        role = "embedding" if is_embedding_name(m.layer) else "linear"
+        entry = sums.setdefault((layer_class(m.layer, role), m.format), [0, 0.0, 0.0, 0.0, 0.0])
+        for i, value in enumerate((1, m.signal, m.noise, m.out_signal, m.out_noise)):
+            entry[i] += value
+    rows = [("class", "format", "layers", "weights", "outputs")]
+    for (cls, name), (count, s, n, out_s, out_n) in sorted(sums.items()):
+        rows.append(
+            (cls, name, str(int(count)), db(decibels(s, n)), db(decibels(out_s, out_n)) if out_s else "-")
+        )
+    for line in table(rows, ""):
+        click.echo(line)
+    worst = sorted((m for m in matches if m.noise), key=lambda m: m.sqnr)[:WORST]
+    for m in worst:
+        out = f", outputs {db(m.out_sqnr)}" if m.out_signal else ""
+        click.echo(f"worst     {m.layer}: {m.source_format} -> {m.format}, weights {db(m.sqnr)}{out}")
+
+
+def _match_json(m: LayerMatch) -> dict[str, Any]:
+    return {
+        "layer": m.layer,
+        "from": m.source_format,
+        "to": m.format,
+        "rows": m.rows,
+        "sqnr_db": _number(m.sqnr),
+        "output_sqnr_db": _number(m.out_sqnr) if m.out_signal else None,
+    }
+
+
+def _number(value: float) -> float | str:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else "exact" if value > 0 else "none"
