@@ -38,6 +38,8 @@ _MARKERS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", ROWWISE: "F8_E
 _WRITERS = frozenset({"compressed-tensors", "modelopt", "fp8", "bfl"})
 _BLOCK = 128
 _SCALES = ("weight_scale", "scale_weight", "weight_scale_inv")
+#: What stands beside packed weights: bytes there are no fp8 codes, whatever a marker says.
+_FOREIGN = ("weight_scale_2", "weight_s_rel", "weight_s_channel", "weight_zeros", "weight_proj_down")
 
 
 class Float8(Codec):
@@ -54,6 +56,9 @@ class Float8(Codec):
         weight = group.tensors.get("weight")
         if weight is None or weight.dtype not in (FP8 | ({"U8", "I8"} if marker else set())):
             return "weight is not fp8"
+        foreign = [suffix for suffix in _FOREIGN if suffix in group.tensors]
+        if weight.dtype not in FP8 and foreign:
+            return f"a {weight.dtype} weight beside {foreign[0]} is not fp8"
         findings: list[Finding] = []
         kind = weight.dtype
         if marker is not None:
