@@ -93,12 +93,30 @@ def inspect(file: Path, as_json: bool) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--runtime", metavar="NAME", help="Contract to check against (default: the newest sglang).")
 @click.option("--tp", type=click.IntRange(1), default=1, metavar="N", help="Tensor-parallel ranks.")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    metavar="CONFIG_OR_KEYS",
+    help="Check names against a model: its weights, index.json, a JSON list of names, or config.json.",
+)
 @click.option("--json", "as_json", is_flag=True)
-def check(file: Path, runtime: str | None, tp: int, as_json: bool) -> None:
+def check(file: Path, runtime: str | None, tp: int, model: Path | None, as_json: bool) -> None:
     """What a runtime would do with each layer of FILE; exit code 1 if it would refuse or misread it."""
-    from qconvert.convert.inspection import run_check
+    from qconvert.convert.checking import run_check
 
-    run_check(file, runtime, tp, as_json)
+    run_check(file, runtime, tp, model, as_json)
+
+
+@cli.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("--sample", type=click.IntRange(1), metavar="ROWS", help="Compare values of this many rows.")
+@click.option("--json", "as_json", is_flag=True)
+def diff(a: Path, b: Path, sample: int | None, as_json: bool) -> None:
+    """What changed from A to B in each layer; exit code 0 the same, 1 different, 2 trouble."""
+    from qconvert.convert.diff import run_diff
+
+    run_diff(a, b, sample, as_json)
 
 
 @cli.command()
