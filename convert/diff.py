@@ -7,6 +7,7 @@ values. Exit codes as diff(1)'s: 0 the same, 1 different, 2 trouble.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -206,9 +207,8 @@ def screen(found: FileDiff) -> Iterator[str]:
 
 def _alike(change: Change) -> str:
     """What makes two changes the same kind: everything but sizes and shares."""
-    bits = change.b.partition(", bits ")[2]
-    a, b = change.a.partition("[")[0], change.b.partition("[")[0]
-    return f"{change.what} {a} {b} {'differ' in bits}"
+    a, b = (re.sub(r"\[[\d, ]*\]|in [\d.e+-]+ %", "", text) for text in (change.a, change.b))
+    return f"{change.what} {a} {b}"
 
 
 def _sqnr(values: list[float | None]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ def _screen(
             yield f"runtime   {verdict.runtime}: takes it as {verdict.config or 'unquantised'}"
         else:
             why = next(v for v in verdict.all_violations() if v.severity in ("refuse", "trap"))
-            yield f"runtime   {verdict.runtime}: no, {why.line()}"
+            # The facts behind it are what `check` is for.
+            yield f"runtime   {verdict.runtime}: no, {replace(why, found=None, expected=None).line()}"
 
 
 def _actions(value: Any) -> str:
