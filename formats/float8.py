@@ -45,7 +45,7 @@ _FOREIGN = ("weight_scale_2", "weight_s_rel", "weight_s_channel", "weight_zeros"
 class Float8(Codec):
     """options: kind (F8_E4M3 | F8_E5M2), scale (scalar | row | block | none), block (rows, columns), source,
     full_precision. For writing also: flat (row scales are [N], not [N,1]), input (an input_scale is among the codes
-    and written as F32 ()), unmarked (the target has no markers).
+    and written as F32 of shape `one`), unmarked (the target has no markers).
     """
 
     name = "float8"
@@ -158,7 +158,7 @@ class Float8(Codec):
         else:
             scale = Part("weight_scale", Spec("F32", ()), "whole")
         if options.get("input"):
-            return weight, scale, Part("input_scale", Spec("F32", ()), "whole")
+            return weight, scale, Part("input_scale", Spec("F32", options.get("one", ())), "whole")
         return weight, scale
 
     def marker(self, options: Options) -> dict[str, Any] | None:
@@ -236,7 +236,7 @@ class Float8(Codec):
         elif options["scale"] == "scalar":
             out["weight_scale"] = codes["scale"]
         if options.get("input"):
-            out["input_scale"] = codes["input_scale"]
+            out["input_scale"] = codes["input_scale"].reshape(options.get("one", ()))
         return out
 
     def carries(self, source: Options, target: Options) -> bool:

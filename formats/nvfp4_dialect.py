@@ -51,7 +51,9 @@ class Names:
 
 
 class Nvfp4Dialect(Nvfp4):
-    """options as Nvfp4's (nibbles is always "low"), and input: whether an activation scale is written."""
+    """options as Nvfp4's; for writing also `input` (an activation scale is among the codes and written) and
+    `activation` (the one that is written where there is none).
+    """
 
     marker_formats = ()
     names: ClassVar[Names] = Names()
@@ -108,7 +110,7 @@ class Nvfp4Dialect(Nvfp4):
             Part(names.scale, Spec(names.scale_dtype, shape), "tiles" if swizzled else "rows"),
             Part(names.total, Spec("F32", names.one), "whole"),
         )
-        if options.get("input"):
+        if options.get("input") or options.get("activation"):
             parts += (Part(names.activation, Spec("F32", names.one), "whole"),)
         return parts
 
@@ -172,7 +174,9 @@ class Nvfp4Dialect(Nvfp4):
         names = self.names
         total = _as_stored(codes, "tensor_scale", "global_scale", names.total_divides)
         out = {names.total: total.reshape(names.one)}
-        if options.get("input"):
+        if options.get("activation"):
+            codes = {"input_scale": np.asarray(options["activation"], np.float32), **codes}
+        if options.get("input") or options.get("activation"):
             value = _as_stored(codes, "input_scale", "input_global_scale", names.activation_divides)
             out[names.activation] = value.reshape(names.one)
         return out

@@ -12,19 +12,22 @@ from typing import Any
 
 from qconvert.formats.errors import UsageError
 from qconvert.formats.layers import Layer
+from qconvert.formats.registry import codec as get_codec
 from qconvert.formats.rotation import choose_group
 from qconvert.runtime.target import OptionMaker as OptionMaker
 from qconvert.runtime.target import Options as Options
 from qconvert.runtime.target import Target as Target
 from qconvert.runtime.target import Wishes as Wishes
 from qconvert.runtime.targets_gptq import GPTQ_TARGETS
+from qconvert.runtime.targets_other import OTHER_TARGETS, carries_activation
 
 #: ConvRot groups that every runtime's layers serve, the default first.
 SERVED_GROUPS = (256, 64, 16)
 
 
 def _same(layer: Layer, codec: str) -> bool:
-    return layer.codec.name == codec
+    """Whether the layer holds this codec's numbers already, be it under another tool's names."""
+    return layer.codec.family == get_codec(codec).family
 
 
 def _nvfp4(sglang: bool) -> OptionMaker:
@@ -37,7 +40,9 @@ def _nvfp4(sglang: bool) -> OptionMaker:
         base: Options = {"nibbles": "high", "scales": "swizzled", "full_precision": full, "rotation": 0}
         if own and not sglang and layer.options["rotation"]:
             yield base | {"rotation": layer.options["rotation"]}
-        yield base
+        # Another dialect's activation scale is rewritten; ComfyUI's own is copied as it is.
+        moved = layer.codec.name != "nvfp4" and not sglang and not full
+        yield base | {"input": moved and carries_activation(layer, "nvfp4")}
 
     return make
 
@@ -98,7 +103,11 @@ def _int8_table(layer: Layer, wishes: Wishes) -> Iterator[Options]:
 def _fp8(kind: str) -> OptionMaker:
     def make(layer: Layer, wishes: Wishes) -> Iterator[Options]:
         full = wishes.full_precision or (_same(layer, "float8") and bool(layer.options["full_precision"]))
-        yield {"kind": kind, "scale": "scalar", "full_precision": full, "source": "weight_scale"}
+        base: Options = {"kind": kind, "scale": "scalar", "full_precision": full, "source": "weight_scale"}
+        # Both runtimes want it as F32 of one element.
+        given = layer.tensors.get("input_scale")
+        odd = given is not None and given.dtype != "F32" and not full
+        yield base | {"input": odd and carries_activation(layer, "float8")}
 
     return make
 
@@ -172,6 +181,7 @@ TARGETS: tuple[Target, ...] = (
     Target("comfyui:asym_w4a8_int8", "comfyui", "comfyui", "ComfyUI w4a8", "w4a8", _w4a8(False), **_INT8_ROWS),
     Target("comfyui:awq_w4a16", "comfyui", "comfyui", "ComfyUI awq", "awq_w4a16", _awq, **_INT8_ROWS),
     *GPTQ_TARGETS,
+    *OTHER_TARGETS,
 )  # fmt: skip
 
 
