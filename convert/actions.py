@@ -126,3 +126,14 @@ def out_spec(out: CopyOut | ConstOut | PartOut) -> Spec:
 def output_header(plan: Plan) -> list[tuple[str, Spec]]:
     """(name, spec) of every output tensor, in file order."""
     return [(out.name, out_spec(out)) for out in plan.outputs()]
+
+
+def describe(layer: Layer) -> str:
+    """A source layer's format in a word: its marker's, else the codec's."""
+    return str(layer.marker["format"]) if layer.marker else layer.codec.name
+
+
+def laid_anew(layer: Layer, codec: Codec, options: dict[str, Any]) -> str:
+    """The reason of a repack, with what it may cost."""
+    costs = dict.fromkeys((layer.codec.remark(layer.options), codec.remark(options)))
+    return "; ".join([f"{describe(layer)} laid out anew", *filter(None, costs)])

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from qconvert.convert.actions import Action, ConstOut, CopyOut, Drop, Kind, PartOut, Plan
+from qconvert.convert.actions import Action, ConstOut, CopyOut, Drop, Kind, PartOut, Plan, describe, laid_anew
 from qconvert.convert.names import Names
 from qconvert.convert.roles import RoleBook
 from qconvert.formats.base import Codec, Part
@@ -191,7 +191,7 @@ class _Planner:
             and not self._folds(layer, role, codec)
         ):
             return self._move(layer, role, codec, options)
-        reason = f"{_describe(layer)} becomes {codec.name}"
+        reason = f"{describe(layer)} becomes {codec.name}"
         return self._encode(layer, role, "requantise", reason, codec, options)
 
     def _choose(self, layer: Layer, role: str) -> tuple[Codec, Options] | str:
@@ -279,7 +279,7 @@ class _Planner:
             for part in parts
         )
         if not (same_layout and sized):
-            return self._encode(layer, role, "repack", f"{_describe(layer)} laid out anew", codec, options)
+            return self._encode(layer, role, "repack", laid_anew(layer, codec, options), codec, options)
         prefix = self.names.rename_layer(layer.prefix)
         outputs: list[CopyOut | ConstOut | PartOut] = []
         exact = True
@@ -290,7 +290,7 @@ class _Planner:
         marker = codec.marker(options)
         exact = exact and marker == layer.marker and (marker is None or "comfy_quant" in layer.tensors)
         kind: Kind = "copy" if exact else "retag"
-        reason = f"already {_describe(layer)}" if exact else f"{_describe(layer)}: marker or types mended"
+        reason = f"already {describe(layer)}" if exact else f"{describe(layer)}: marker or types mended"
         outputs += self._marker_out(prefix, marker) + self._companions(layer, prefix, codec, options)
         return Action(kind, reason, layer, prefix, role, codec, options, tuple(outputs))
 
@@ -365,6 +365,8 @@ class _Planner:
                 return f"made for {layer.codec.name} activations"
             if options.get("full_precision"):
                 return "the layer asks for full-precision matmul"
+            if layer.tensors[suffix].dtype != "F32":
+                return f"{layer.tensors[suffix].dtype}, expected F32"
             if suffix == "scale_input" and self._is_one(layer.tensors[suffix]):
                 return "equal to 1.0: no static activation scale"
             return None
@@ -378,11 +380,6 @@ def _regex(text: str, option: str) -> re.Pattern[str]:
         return re.compile(text)
     except re.error as error:
         raise UsageError(f"{option} {text!r} is not a regular expression: {error}") from None
-
-
-def _describe(layer: Layer) -> str:
-    marker = layer.marker
-    return str(marker["format"]) if marker else layer.codec.name
 
 
 def _shape_of(layer: Layer, options: Options) -> Options:

@@ -118,6 +118,8 @@ class Codec(ABC):
     #: Suffixes of a static activation scale beside the weight. With option `input` a target codec writes it, in its
     #: own sense, from the codes; otherwise it is a companion that is copied or dropped.
     activation_scales: tuple[str, ...] = ("input_scale", "scale_input")
+    #: Whether that scale means what it means in the codecs of the family.
+    activation_moves: bool = True
     #: Sub-modules of a layer that hold tensors of it: `<layer>.<submodule>.<name>`.
     submodules: tuple[str, ...] = ()
     #: Whether `encode` exists; some formats are only read.
@@ -145,6 +147,10 @@ class Codec(ABC):
     def rotation(self, options: Options) -> int:
         """ConvRot group of the stored basis, 0 when not rotated."""
         return int(options.get("rotation", 0))
+
+    def remark(self, options: Options) -> str:
+        """What a report should add when codes are moved out of or into this form; "" when nothing."""
+        return ""
 
     def layout(self, options: Options) -> tuple[Any, ...]:
         """All that decides where bits lie: equal layouts mean that payload can be copied as it is."""

@@ -53,6 +53,10 @@ class LightX2VNvfp4(Nvfp4Dialect):
         owned = frozenset({"weight", "weight_scale", *scalars})
         return Recognition(self.name, n, k, options, owned)
 
+    def remark(self, options: Options) -> str:
+        what = "a product" if options["form"] == "alpha" else "a reciprocal"
+        return f"its tensor scale by way of {what}, within one ulp"
+
     def layout(self, options: Options) -> tuple[Any, ...]:
         return ("low", "swizzled", options["form"])
 

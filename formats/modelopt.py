@@ -135,6 +135,8 @@ class ModelOptNvfp4Wide(ModelOptNvfp4):
     """
 
     name = "modelopt_nvfp4_wide"
+    # input_scale is amax(x)/448, for fp8 activations.
+    activation_moves = False
     writable = False
 
     def recognise(self, group: Group, marker: Mapping[str, Any] | None) -> Recognition | str:

@@ -99,6 +99,9 @@ class Nvfp4Dialect(Nvfp4):
     def marker(self, options: Options) -> dict[str, Any] | None:
         return None
 
+    def remark(self, options: Options) -> str:
+        return "its tensor scale by way of a reciprocal, within one ulp" if self.names.total_divides else ""
+
     def layout(self, options: Options) -> tuple[Any, ...]:
         return (*super().layout(options), self.names.total, self.names.scale_dtype)
 

@@ -19,8 +19,10 @@ ROWWISE = "rowwise-float8_e4m3fn"
 
 def carries_activation(layer: Layer, family: str) -> bool:
     """Whether the layer has a static activation scale that its codes may take along."""
-    present = any(suffix in layer.tensors for suffix in layer.codec.activation_scales)
-    return present and layer.codec.family == family and "pre_quant_scale" not in layer.tensors
+    codec = layer.codec
+    present = any(suffix in layer.tensors for suffix in codec.activation_scales)
+    own = codec.family == family and codec.activation_moves
+    return present and own and "pre_quant_scale" not in layer.tensors
 
 
 def _nvfp4(**extra: Any) -> OptionMaker:
