@@ -64,8 +64,13 @@ def test_a_file_without_blocks(tmp_path: Path) -> None:
 
 
 def test_cutting_is_offered_where_the_runtime_loads_fewer(skeleton: Any) -> None:
-    matches = detect(skeleton("qwen3vl_32b_minimax_h3_hf"))
-    words = offer(matches, "sglang-0.5.23", "nvfp4")
+    kept = skeleton("qwen3vl_32b_minimax_h3")
+    assert offer(detect(kept), "sglang-0.5.23", "nvfp4") is None
+    first = {name: spec for name, spec in kept.items() if ".layers.0." in name}
+    more = {
+        name.replace(".layers.0.", f".layers.{i}."): s for i in range(50, 64) for name, s in first.items()
+    }
+    words = offer(detect(kept | more), "sglang-0.5.23", "nvfp4")
     assert words is not None and "--keep-layers 50 leaves them out" in words
     assert offer(detect(skeleton("qwen3_8b")), "sglang-0.5.23", "nvfp4") is None
 
