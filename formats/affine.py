@@ -119,7 +119,7 @@ def encode_symmetric(x: F32, bits: int, group: int, dtype: str, backend: Backend
             trial = backend.to_f32(trial_raw, dtype)
             error = spread - _round(spread, trial, half) * trial[..., None]
             error *= error
-            total = error.sum(axis=2)
+            total = _sum(error)
             better = total < least
             least = np.where(better, total, least)
             kept = np.where(better, trial, kept)
@@ -131,6 +131,14 @@ def encode_symmetric(x: F32, bits: int, group: int, dtype: str, backend: Backend
         "scale": np.ascontiguousarray(kept),
         "scale_raw": np.ascontiguousarray(raw),
     }
+
+
+def _sum(x: F32) -> F32:
+    """Sum over the last axis in one fixed order, halves added to halves where they are even."""
+    while x.shape[-1] > 1 and x.shape[-1] % 2 == 0:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0] if x.shape[-1] == 1 else np.add.reduce(x, axis=-1)
 
 
 def _round(x: F32, scale: F32, half: int) -> F32:
