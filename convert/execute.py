@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 from qconvert.convert.actions import Action, PartOut
-from qconvert.convert.journal import Journal, Record
+from qconvert.convert.journal import Notes, Record
 from qconvert.convert.units import ConstUnit, CopyUnit, LayerUnit, Unit
 from qconvert.formats.base import F32, Array, Codes
 from qconvert.formats.checkpoint import Checkpoint
@@ -121,7 +121,7 @@ class Executor:
         jobs: int,
         progress: Progress,
         memory: int = DEFAULT_MEMORY,
-        journal: Journal | None = None,
+        journal: Notes | None = None,
     ) -> None:
         self.checkpoint, self.laid, self.out = checkpoint, laid, out
         self.backend, self.quality = backend, quality

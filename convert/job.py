@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from qconvert.convert.actions import Plan, out_spec, output_header
 from qconvert.convert.execute import DEFAULT_MEMORY, PROBE_ROWS, Executor, Probe, Result
+from qconvert.convert.identity import job_digest, plan_digest
 from qconvert.convert.output import OutputFile, refuse_same_file
 from qconvert.convert.plan import PlanOptions, make_plan
 from qconvert.convert.reading import read_source, refuse_senseless
@@ -142,6 +142,7 @@ def provenance(plan: Plan, request: Request, checkpoint: Checkpoint) -> dict[str
         "target": plan.target.name,
         "contracts": [contract.name for contract in plan.contracts],
         "quality": plan.quality,
+        "plan_sha256": plan_digest(plan),
         "actions": kinds,
         "guesses": [finding.line() for finding in plan.guesses],
     }
@@ -208,19 +209,6 @@ def execute_plan(
         out.commit()
         beside.commit()
     return Outcome(plan, path, checkpoint.nbytes, laid.file_size, results, verdicts, time.monotonic() - begun)
-
-
-def job_digest(laid: Layout, checkpoint: Checkpoint) -> str:
-    """Names what is being made: the output's header (which holds plan and version) and the source as it lies there.
-
-    Size and modification time of the source count too: a file changed between two runs must not be continued.
-    """
-    state = hashlib.sha256(laid.prefix)
-    state.update(checkpoint.digest().encode())
-    for file in checkpoint.files:
-        facts = file.stat()
-        state.update(f"{facts.st_size}:{facts.st_mtime_ns};".encode())
-    return state.hexdigest()
 
 
 def output_path(request: Request, target: Target) -> Path:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from qconvert.formats.checkpoint import dumps
 from qconvert.formats.errors import QConvertError
@@ -22,6 +22,26 @@ from qconvert.formats.errors import QConvertError
 FLUSH_SECONDS = 2.0
 
 Record = dict[str, Any]
+
+
+class StaleError(QConvertError):
+    """What there is to resume was made from something else."""
+
+
+class Notes(Protocol):
+    """What an executor needs of a journal."""
+
+    def done(self, key: str) -> Record | None: ...
+
+    def add(self, key: str, **facts: Any) -> None: ...
+
+
+def _parsed(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class Journal:
@@ -37,14 +57,16 @@ class Journal:
         self._last = time.monotonic()
         self._fd = -1
 
-    def begin(self, resume: bool) -> None:
-        """Start anew, or (`resume`) take over what an earlier run noted.
+    def begin(self, resume: bool, intact: bool = True) -> None:
+        """Start anew, or (`resume`) take over what an earlier run noted. `intact`: the bytes it speaks of are there.
 
-        Raises QConvertError when there is something to resume that belongs to another source, plan or version.
+        Raises StaleError when there is something to resume that belongs to another source, plan or version.
         """
         keep = 0
         if resume and self.path.exists():
             keep = self._load()
+            if not intact:
+                keep, self._done = 0, {}
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         # A line cut off by the kill goes; what follows starts on a line of its own.
         os.ftruncate(self._fd, keep)
@@ -55,25 +77,24 @@ class Journal:
 
     def _load(self) -> int:
         data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        lines = whole.splitlines()
-        try:
-            first = json.loads(lines[0])["qconvert"] if lines else None
-            records = [json.loads(line) for line in lines[1:]]
-        except (ValueError, KeyError, TypeError):
-            raise QConvertError(
-                "journal cannot be read", file=str(self.path), hint="run without --resume"
-            ) from None
-        if first is None:
+        keep, records = 0, []
+        for line in data.splitlines(keepends=True):
+            record = _parsed(line)
+            # Cut off by a kill, or (after a power cut) blocks that were never written: what follows is not trusted.
+            if record is None or (keep and not isinstance(record.get("key"), str)):
+                break
+            records.append(record)
+            keep += len(line)
+        if not records:
             return 0
-        if first != self.digest:
-            raise QConvertError(
+        if records[0].get("qconvert") != self.digest:
+            raise StaleError(
                 "--resume: the unfinished output was made from another source, plan or version",
                 file=str(self.path),
                 hint="run without --resume to start anew",
             )
-        self._done = {record["key"]: record for record in records}
-        return len(whole)
+        self._done = {record["key"]: record for record in records[1:]}
+        return keep
 
     def done(self, key: str) -> Record | None:
         """The record of a finished piece, None when it is still to do."""

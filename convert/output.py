@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from qconvert.convert.journal import Journal
-from qconvert.formats.errors import QConvertError, UsageError
+from qconvert.formats.errors import QConvertError, TransferError, UsageError
 
 #: Room beyond the payload that must be free, for the file system's own needs.
 _SLACK_BYTES = 1 << 20
@@ -56,8 +56,9 @@ else:
 class OutputFile:
     """Context manager. `commit` puts the file under its final name; leaving by an error removes every trace.
 
-    A kill, or an interruption by the user, leaves `.NAME.partial` and its journal for `--resume`. `digest` names
-    what is being made (see `Journal`). Two runs on one target exclude each other by a lock on the partial file.
+    A kill, an interruption by the user, or a TransferError leaves `.NAME.partial` and its journal for `--resume`.
+    `digest` names what is being made (see `Journal`). Two runs on one target exclude each other by a lock on the
+    partial file.
     """
 
     def __init__(
@@ -75,27 +76,60 @@ class OutputFile:
 
     def __enter__(self) -> OutputFile:
         folder = self.path.parent
-        if self.path.exists() and not self._force:
-            raise UsageError("already exists", file=str(self.path), hint="--force overwrites it")
-        if self.path.is_dir():
-            raise UsageError("is a folder", file=str(self.path))
+        self._refuse_existing()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+            began = self._open()
         except OSError as error:
+            self._discard(keep=True)
             raise self._failed(error) from None
+        except LockedError:
+            self._discard(keep=True)
+            raise
         try:
-            lock(self._fd, self.path)
-            self.journal.begin(self._resume)
+            # A run that held the lock until now may have finished the file.
+            self._refuse_existing()
+            self.journal.begin(self._resume, intact=began)
             self._require_space(folder)
             self._preallocate()
         except OSError as error:
-            self._discard()
+            self._discard(keep=self._resume)
             raise self._failed(error) from None
-        except BaseException as error:
-            self._discard(keep=isinstance(error, LockedError) or self._resume)
+        except BaseException:
+            self._discard(keep=self._resume)
             raise
         return self
+
+    def _refuse_existing(self) -> None:
+        if self.path.is_dir():
+            raise UsageError("is a folder", file=str(self.path))
+        if self.path.exists() and not self._force:
+            raise UsageError("already exists", file=str(self.path), hint="--force overwrites it")
+
+    def _open(self) -> bool:
+        """Open and lock the partial file; whether it is one that an earlier run had laid out.
+
+        The lock is on what was opened, which a run that ends at this moment may have renamed or removed: such a
+        file is let go and the name opened again.
+        """
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
+        while True:
+            self._fd = os.open(self.temporary, flags, 0o666)
+            lock(self._fd, self.path)
+            mine = os.fstat(self._fd)
+            if mine.st_nlink > 1:
+                # Killed between linking the final name and removing this one: the bytes are the finished file's.
+                self.temporary.unlink()
+            elif self._is_at(mine):
+                return mine.st_size == self.size
+            os.close(self._fd)
+            self._fd = -1
+
+    def _is_at(self, mine: os.stat_result) -> bool:
+        try:
+            return os.path.samestat(mine, self.temporary.stat())
+        except FileNotFoundError:
+            return False
 
     def _require_space(self, folder: Path) -> None:
         have = os.fstat(self._fd)
@@ -149,8 +183,8 @@ class OutputFile:
             if self._mode_of is not None:
                 self.temporary.chmod(stat.S_IMODE(self._mode_of.stat().st_mode))
             os.fsync(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+            if sys.platform == "win32":
+                self._close()  # an open file cannot be renamed there
             if self._force:
                 self.temporary.replace(self.path)
             else:
@@ -160,6 +194,8 @@ class OutputFile:
             raise self._failed(error) from None
         self._done = True
         self.journal.remove()
+        # The lock goes last: who waits for it must find the file finished and the journal gone.
+        self._close()
         with contextlib.suppress(OSError):
             folder = os.open(self.path.parent, os.O_RDONLY)
             try:
@@ -180,20 +216,28 @@ class OutputFile:
             return
         self.temporary.unlink()
 
-    def _discard(self, keep: bool = False) -> None:
+    def _close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _discard(self, keep: bool = False) -> None:
         self.journal.close()
+        if sys.platform == "win32":
+            self._close()
         if not keep:
-            with contextlib.suppress(OSError):
-                self.temporary.unlink()
+            # Journal first: a journal alone would be believed by nobody, but should not lie about either.
             with contextlib.suppress(OSError):
                 self.journal.remove()
+            with contextlib.suppress(OSError):
+                self.temporary.unlink()
+        self._close()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._done:
-            interrupted = kind is not None and not issubclass(kind, Exception)
-            self._discard(keep=interrupted)
+            passing = kind is not None and (
+                not issubclass(kind, Exception) or issubclass(kind, TransferError)
+            )
+            self._discard(keep=passing)

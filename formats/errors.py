@@ -53,3 +53,7 @@ class HeaderError(QConvertError):
 
 class MarkerError(QConvertError):
     """A quantisation marker cannot be read."""
+
+
+class TransferError(QConvertError):
+    """Bytes did not come or go for a reason that may pass: what was done so far is kept for --resume."""

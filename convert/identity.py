@@ -1,0 +1,65 @@
+"""What an output is made of, as digests: a plan, and one conversion of one source as it lies there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from qconvert.convert.actions import CopyOut, Plan, out_spec
+from qconvert.formats.checkpoint import Checkpoint, dumps
+from qconvert.formats.header import Layout
+
+
+def plan_digest(plan: Plan) -> str:
+    """sha256 over everything that decides the output's bytes beside the source's.
+
+    How a source layer is read counts as much as what is written: another --assume gives the same header over other
+    bytes.
+    """
+    state = hashlib.sha256()
+    settings = [plan.target.name, [c.name for c in plan.contracts], plan.quality, plan.dtype, plan.metadata]
+    state.update(dumps(_plain(settings)).encode())
+    for action in plan.actions:
+        layer = action.layer
+        entry = [
+            action.kind, action.prefix, action.fold, action.codec.name, action.options,
+            layer.prefix, layer.codec.name, layer.options, layer.experts,
+        ]  # fmt: skip
+        state.update(dumps(_plain(entry)).encode())
+    for out in plan.outputs():
+        spec, origin = out_spec(out), out.source.name if isinstance(out, CopyOut) else ""
+        state.update(dumps([out.name, spec.dtype, list(spec.shape), origin]).encode())
+    return state.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON with one spelling: keys in order, sets sorted, arrays by their bytes."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(item) for item in value)
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    # An address in memory would make every run another one.
+    return f"<{type(value).__qualname__}>"
+
+
+def job_digest(laid: Layout, checkpoint: Checkpoint) -> str:
+    """Names what is being made: the output's header (which holds plan and version) and the source as it lies there.
+
+    Size and modification time of the source count too: a file changed between two runs must not be continued.
+    """
+    state = hashlib.sha256(laid.prefix)
+    state.update(checkpoint.digest().encode())
+    for file in checkpoint.files:
+        facts = file.stat()
+        state.update(f"{facts.st_size}:{facts.st_mtime_ns};".encode())
+    return state.hexdigest()
