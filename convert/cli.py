@@ -163,6 +163,12 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(code if isinstance(code, int) else 0)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
+    except click.MissingParameter as error:
+        words = error.format_message()
+        if error.param is not None and error.param.name == "target" and "--to" in error.param.opts:
+            words = "what to make is not said: --to TARGET is missing; `qconvert targets` lists all"
+        click.echo(f"qconvert: {words}", err=True)
+        sys.exit(2)
     except click.ClickException as error:
         click.echo(f"qconvert: {error.format_message()}", err=True)
         sys.exit(2)

@@ -100,16 +100,20 @@ def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
     contracts = contracts_for(target, request.runtime)
     inventory, judgements = read_source(checkpoint, request.assume)
     refuse_senseless(checkpoint, judgements)
-    plan = make_plan(checkpoint, inventory, target, contracts, request.plan)
+    try:
+        plan = make_plan(checkpoint, inventory, target, contracts, request.plan)
+    except QConvertError as error:
+        error.file = error.file or str(checkpoint.path)
+        raise
     if request.strict and plan.guesses:
         guess = plan.guesses[0]
-        more = f" (and {len(plan.guesses) - 1} more)" if len(plan.guesses) > 1 else ""
+        count = len(plan.guesses)
         raise QConvertError(
-            f"--strict refuses a guess: {guess.message}{more}",
+            f"--strict refuses a guess: {guess.message}" + (f" (and {count - 1} more)" if count > 1 else ""),
             file=str(request.source),
             layer=guess.layer,
-            found=guess.evidence or None,
-            hint="`qconvert inspect` lists all of them",
+            found=guess.evidence.partition("; ")[0] or None,
+            hint="`qconvert inspect` shows what it rests on, --assume 'LAYER_REGEX=FORMAT' settles it",
         )
     metadata = plan.metadata | {"qconvert": dumps(provenance(plan, request, checkpoint))}
     if target.header is not None:

@@ -52,7 +52,7 @@ class Names:
         elif len(present) > 1 and target.runtime == "sglang":
             raise UsageError(
                 f"an all-in-one file ({', '.join(present)}); {target.name} is loaded one component at a time",
-                hint="choose with --component diffusion or --component text_encoder",
+                hint="choose with " + " or ".join(f"--component {part}" for part in present),
             )
         if target.runtime == "sglang" and not keep_prefix:
             names._strip_prefix([n for n in every if names.selected(n)])

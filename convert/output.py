@@ -25,7 +25,9 @@ def refuse_same_file(sources: list[Path], target: Path) -> None:
         if not same and target.exists():
             same = source.samefile(target)
         if same:
-            raise UsageError("source and target are the same file", file=str(target))
+            raise UsageError(
+                "source and target are the same file", file=str(target), hint="name another file with -o"
+            )
 
 
 class LockedError(QConvertError):

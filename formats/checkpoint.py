@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from qconvert.formats.containers import SUFFIXES, read_container
 from qconvert.formats.dtypes import SUB_BYTE, numpy_dtype
-from qconvert.formats.errors import HeaderError, QConvertError, UsageError
+from qconvert.formats.errors import HeaderError, QConvertError, UsageError, close_to
 from qconvert.formats.header import Header, strict_json
 from qconvert.formats.tensors import HeaderView, Spec, TensorSpec
 
@@ -60,7 +60,9 @@ class Checkpoint:
     def open(cls, path: Path) -> Checkpoint:
         """A file (safetensors, GGUF, a pickle of tensors), or a folder with one, or with shards and their index."""
         if not path.exists():
-            raise UsageError("no such file or folder", file=str(path))
+            beside = path.parent.iterdir() if path.parent.is_dir() else ()
+            hint = close_to(path.name, (other.name for other in beside), "")
+            raise UsageError("no such file or folder", file=str(path), hint=hint or None)
         if path.is_file():
             return cls(path, [path])
         indexes = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.bin.index.json"))
@@ -236,7 +238,12 @@ def _indexed_files(index: Path) -> list[Path]:
             )
         path = folder / name
         if not path.is_file():
-            raise QConvertError("index names a shard that is not there", file=str(index), found=name)
+            raise QConvertError(
+                "index names a shard that is not there",
+                file=str(index),
+                expected=name,
+                hint="put all shards beside their index",
+            )
         files.append(path)
     _compare_index(index, mapping, files)
     return files

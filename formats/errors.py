@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class QConvertError(Exception):
     """A job that is refused or failed (exit code 1). Fields carry the facts, `str()` is the one line."""
@@ -39,6 +42,12 @@ class QConvertError(Exception):
         if self.hint:
             text += f"; {self.hint}"
         return " ".join(text.split())
+
+
+def close_to(word: str, known: Iterable[str], otherwise: str) -> str:
+    """ "did you mean X?" for a word that is nearly one of the known ones, else `otherwise`."""
+    close = get_close_matches(word, list(known), n=1)
+    return f"did you mean {close[0]}?" if close else otherwise
 
 
 class UsageError(QConvertError):

@@ -23,6 +23,14 @@ from qconvert.formats.tensors import Spec, TensorSpec
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMS = 64
 _MAX_COUNT = 2**63
+#: First bytes (in lower case) of files that are taken for safetensors, what they are, and what to do.
+_OTHER_KINDS = (
+    (b"version ", "a Git LFS pointer, the file itself was not fetched", "fetch it with git lfs pull"),
+    (b"<!doctyp", "a web page, not what was to be downloaded", "get the file again"),
+    (b"<html", "a web page, not what was to be downloaded", "get the file again"),
+    (b"pk\x03\x04", "a zip archive or a PyTorch file", "name it by its own ending"),
+    (b"gguf", "a GGUF file", "name it by its own ending, .gguf"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,13 @@ class Header:
 
 def _fail(path: str, problem: str, **facts: str | None) -> NoReturn:
     raise HeaderError(problem, file=path, **facts)
+
+
+def _name_other_kind(name: str, start: bytes) -> None:
+    """Raise for what commonly lies under a wrong name, told by its first bytes."""
+    for magic, kind, hint in _OTHER_KINDS:
+        if start.lower().startswith(magic):
+            _fail(name, f"not a safetensors file: it is {kind}", hint=hint)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -102,6 +117,8 @@ def read_header(path: Path, index: int = 0) -> Header:
             if len(prefix) < 8:
                 _fail(name, "not a safetensors file: shorter than 8 bytes", found=f"{size} bytes")
             length = int.from_bytes(prefix, "little")
+            if length > size - 8:
+                _name_other_kind(name, prefix)
             if length > MAX_HEADER_BYTES:
                 _fail(
                     name,
@@ -115,6 +132,7 @@ def read_header(path: Path, index: int = 0) -> Header:
                     "truncated inside the header, or not a safetensors file",
                     found=f"{size} bytes",
                     expected=f"at least {8 + length}",
+                    hint="get the file again",
                 )
             raw = handle.read(length)
     except OSError as error:
@@ -196,6 +214,7 @@ def _tensor(name: str, key: str, entry: Any, data_start: int, payload: int, inde
             f"truncated: tensor {key!r} ends behind the file",
             found=f"{data_start + payload} bytes",
             expected=f"at least {data_start + end}",
+            hint="get the file again",
         )
     return TensorSpec(key, dtype, tuple(shape), data_start + begin, size, index)
 

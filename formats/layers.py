@@ -11,7 +11,7 @@ from typing import Any
 from qconvert.formats.base import Array, Codec, Group, Recognition
 from qconvert.formats.checkpoint import MARKER_SUFFIX, MAX_MARKER_BYTES, Checkpoint
 from qconvert.formats.dtypes import BLOCKS, FLOATS, numpy_dtype
-from qconvert.formats.errors import QConvertError, UsageError
+from qconvert.formats.errors import QConvertError, UsageError, close_to
 from qconvert.formats.finding import Finding, Level
 from qconvert.formats.marker import Markers, collect
 from qconvert.formats.padding import unpad
@@ -124,9 +124,12 @@ def parse_assumption(text: str) -> Assumption:
     """Raises UsageError for a bad regular expression, an unknown format, or options that are not key=value."""
     regex, found, rest = text.partition("=")
     name, *pairs = rest.split(",")
-    if not found or not regex or codec_for_marker(name) is None:
-        known = ", ".join(known_formats())
-        raise UsageError(f"--assume {text!r}", expected=f"REGEX=FORMAT[,key=value], FORMAT one of {known}")
+    if not found or not regex:
+        raise UsageError(f"--assume {text!r}", expected="REGEX=FORMAT[,key=value]")
+    if codec_for_marker(name) is None:
+        known = known_formats()
+        hint = close_to(name, known, f"formats are {', '.join(known)}")
+        raise UsageError(f"--assume {text!r}: unknown format {name!r}", hint=hint)
     marker: dict[str, Any] = {"format": name}
     layout: dict[str, str] = {}
     for pair in pairs:
@@ -350,10 +353,19 @@ def _recognise(
             found=", ".join(
                 f"{suffix} {t}" for suffix, t in group.tensors.items() if suffix != "comfy_quant"
             ),
-            expected="; ".join(dict.fromkeys(reasons)),
-            hint="name it with --assume LAYER_REGEX=FORMAT",
+            expected=_nearest_reasons(reasons, group),
+            hint="name it with --assume 'LAYER_REGEX=FORMAT'",
         )
     return None
+
+
+def _nearest_reasons(reasons: list[str], group: Group) -> str:
+    """Why the formats that came nearest do not fit: the marked one, and those that looked at a tensor that is there."""
+    marked = [r for r in reasons if r.startswith(("marked ", "format ", "no format "))]
+    beside = [f"{suffix} {spec}" for suffix, spec in group.tensors.items() if suffix != "weight"]
+    fitting = [reason for reason in reasons if any(text in reason for text in beside)]
+    near = list(dict.fromkeys(marked + fitting))[:2]
+    return "; ".join(near) or "scales beside it that say how to read its codes"
 
 
 def _looks_quantised(tensors: Mapping[str, TensorSpec]) -> bool:

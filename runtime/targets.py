@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from qconvert.formats.errors import UsageError
+from qconvert.formats.errors import UsageError, close_to
 from qconvert.formats.layers import Layer
 from qconvert.formats.registry import codec as get_codec
 from qconvert.formats.rotation import choose_group
@@ -190,5 +190,6 @@ def get_target(name: str) -> Target:
     for target in TARGETS:
         if name == target.name or name in target.aliases:
             return target
-    known = ", ".join(target.name for target in TARGETS)
-    raise UsageError(f"unknown target {name!r}", expected=f"one of {known}", hint="see `qconvert targets`")
+    known = [word for target in TARGETS for word in (target.name, *target.aliases)]
+    hint = close_to(name, known, "")
+    raise UsageError(f"unknown target {name!r}", hint=f"{hint} `qconvert targets` lists all".strip())
