@@ -29,6 +29,10 @@ Weighed = tuple[Inventory, list[Judgement]] | QConvertError
 SHOWN = 3
 #: What a file is converted to when a runtime is to take this format.
 _TARGETS = {
+    "sglang-modelopt": {"nvfp4": "modelopt_nvfp4", "float8": "modelopt_fp8"},
+    "vllm-omni": {"int8": "vllm_omni_int8"},
+    "diffusers": {"nvfp4": "diffusers_bfl_nvfp4", "float8": "diffusers_bfl_fp8"},
+    "lightx2v": {"nvfp4": "lightx2v_nvfp4", "float8": "lightx2v_fp8", "int8": "lightx2v_int8"},
     "sglang": {
         "nvfp4": "comfy_nvfp4",
         "mxfp8": "comfy_mxfp8",
@@ -101,7 +105,8 @@ def value_traps(weighed: Weighed, view: HeaderView, contract: Contract) -> list[
 def _trap(inventory: Inventory, judgement: Judgement, view: HeaderView, contract: Contract) -> Violation:
     count = len(judgement.layers)
     message = f"{judgement.message} ({count} layers)" if count > 1 else judgement.message
-    target = _TARGETS[contract.name.split("-")[0]][inventory.layers[judgement.layers[0]].codec.name]
+    names = next((names for name, names in _TARGETS.items() if contract.name.startswith(name)), {})
+    target = names.get(inventory.layers[judgement.layers[0]].codec.name, "bf16")
     return Violation(
         "trap",
         "values-" + judgement.topic.replace(" ", "-"),

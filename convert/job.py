@@ -24,7 +24,7 @@ from qconvert.formats.layers import Assumption, Layer, take_inventory
 from qconvert.kernels.api import Backend
 from qconvert.kernels.select import get_backend
 from qconvert.runtime.contracts.base import Contract, Verdict
-from qconvert.runtime.contracts.registry import DEFAULT_CONTRACT, contract_names, get_contract
+from qconvert.runtime.contracts.registry import contracts_of, get_contract
 from qconvert.runtime.sidecars import LayerForm, OutputForm, folder_file
 from qconvert.runtime.targets import Target, get_target
 from qconvert.runtime.verify import Side, compare_rows, decibels
@@ -77,13 +77,13 @@ def contracts_for(target: Target, runtime: str | None) -> tuple[Contract, ...]:
         if runtime is not None:
             raise UsageError(f"--runtime has no meaning for the target {target.name}")
         return ()
-    if target.runtime == "others" or not target.gated:
+    names = contracts_of(target.config)
+    if not names:
         if runtime is not None and runtime != target.family_runtime:
             raise UsageError(f"runtime {runtime!r} does not serve the target {target.name}")
         return ()
-    names = [name for name in contract_names() if name.split("-")[0] == target.runtime]
     if runtime is None:
-        first = DEFAULT_CONTRACT if target.runtime == "sglang" else names[0]
+        first = names[0]
     elif runtime in names:
         first = runtime
     else:

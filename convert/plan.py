@@ -229,7 +229,7 @@ class _Planner:
         kind: Literal["linear", "embedding"] = "embedding" if role == "embedding" else "linear"
         main = self.contracts[0]
         return main.layer_refusal(
-            self.target.config, kind, str(marker.get("format")), layer.n, layer.k, marker
+            self.target.config, kind, str(marker.get("format", codec.name)), layer.n, layer.k, marker
         )
 
     # ---- what the chosen form means in tensors

@@ -10,7 +10,7 @@ from qconvert.formats.layers import Layer
 from qconvert.runtime.sidecars import HeaderMaker, SidecarMaker
 
 #: "others": read by libraries that no contract judges here; the format's own rules decide.
-Runtime = Literal["sglang", "comfyui", "others", "none"]
+Runtime = Literal["sglang", "comfyui", "vllm-omni", "diffusers", "lightx2v", "others", "none"]
 Options = dict[str, Any]
 
 

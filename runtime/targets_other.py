@@ -158,41 +158,39 @@ OTHER_TARGETS: tuple[Target, ...] = (
     _target(
         "modelopt_nvfp4", "sglang", "a ModelOpt nvfp4 folder: low nibble first, row-major scales, config.json",
         "modelopt_nvfp4", _nvfp4(), companions=_STATIC, sidecars=_config(_modelopt), header=_modelopt_header,
-        gated=False, family_runtime="sglang-0.5.23",
     ),
     _target(
         "modelopt_fp8", "sglang", "a ModelOpt fp8 folder: one scale a layer, config.json",
         "float8", _fp8("scalar", static=True), companions=_STATIC, sidecars=_config(_modelopt),
-        header=_modelopt_header, gated=False, family_runtime="sglang-0.5.23",
+        header=_modelopt_header,
     ),
     _target(
         "rowwise_fp8", "sglang", "fp8 with a scale a row, listed in the header (format_version 1.1)",
         "float8", _fp8("row", static=True, flat=True, one=(1,)), companions=_STATIC, header=_rowwise_header,
-        gated=False, family_runtime="sglang-0.5.23",
     ),
     _target(
-        "vllm_omni_int8", "others", "a vllm-omni folder: int8 rows without rotation, config.json",
+        "vllm_omni_int8", "vllm-omni", "a vllm-omni folder: int8 rows without rotation, config.json",
         "int8", _int8, sidecars=_config(_vllm_omni),
     ),
     _target(
-        "diffusers_bfl_fp8", "others", "fp8 rows for diffusers' BFL reader",
+        "diffusers_bfl_fp8", "diffusers", "fp8 rows for diffusers' BFL reader",
         "float8", _fp8("row", flat=True), sidecars=_bfl_sidecars, header=_bfl_header("fp8r"),
     ),
     _target(
-        "diffusers_bfl_nvfp4", "others", "nvfp4 for diffusers' BFL reader; input_scale 1.0 where there is none",
+        "diffusers_bfl_nvfp4", "diffusers", "nvfp4 for diffusers' BFL reader; input_scale 1.0 where there is none",
         "modelopt_nvfp4", _nvfp4(activation=1.0), companions=_STATIC, sidecars=_bfl_sidecars,
         header=_bfl_header("nvfp4"),
     ),
     _target(
-        "lightx2v_int8", "others", "int8 rows for LightX2V, with its JSON",
+        "lightx2v_int8", "lightx2v", "int8 rows for LightX2V, with its JSON",
         "int8", _int8, sidecars=_lightx2v("int8-sgl"),
     ),
     _target(
-        "lightx2v_fp8", "others", "fp8 rows for LightX2V, with its JSON",
+        "lightx2v_fp8", "lightx2v", "fp8 rows for LightX2V, with its JSON",
         "float8", _fp8("row"), sidecars=_lightx2v("fp8-sgl"),
     ),
     _target(
-        "lightx2v_nvfp4", "others", "nvfp4 for LightX2V, with its JSON",
+        "lightx2v_nvfp4", "lightx2v", "nvfp4 for LightX2V, with its JSON",
         "lightx2v_nvfp4", _lightx2v_nvfp4, companions=_STATIC, sidecars=_lightx2v("nvfp4"),
     ),
 )  # fmt: skip

@@ -177,13 +177,22 @@ def test_split_axis(name: str, axis: str | None) -> None:
 
 
 def test_registry() -> None:
-    assert contract_names() == ("sglang-0.5.23", "sglang-0132848", "comfyui")
+    assert contract_names() == (
+        "sglang-0.5.23",
+        "sglang-0132848",
+        "comfyui",
+        "sglang-modelopt-0.5.23",
+        "vllm-omni-0.30",
+        "diffusers-0.42",
+        "fastvideo-0.2",
+        "lightx2v",
+    )
     assert DEFAULT_CONTRACT == "sglang-0.5.23"
     assert all(get_contract(name).name == name for name in contract_names())
     with pytest.raises(UsageError) as caught:
         get_contract("sglang-1.0")
     assert str(caught.value) == (
-        "unknown runtime 'sglang-1.0' (expected one of sglang-0.5.23, sglang-0132848, comfyui)"
+        f"unknown runtime 'sglang-1.0' (expected one of {', '.join(contract_names())})"
     )
 
 
