@@ -61,7 +61,8 @@ class Checkpoint:
         """A file (safetensors, GGUF, a pickle of tensors), or a folder with one, or with shards and their index."""
         if not path.exists():
             beside = path.parent.iterdir() if path.parent.is_dir() else ()
-            hint = close_to(path.name, (other.name for other in beside), "")
+            # Endings are alike anyway: only what differs by a letter or two is meant.
+            hint = close_to(path.name, (other.name for other in beside), "", 0.9)
             raise UsageError("no such file or folder", file=str(path), hint=hint or None)
         if path.is_file():
             return cls(path, [path])

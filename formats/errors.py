@@ -44,9 +44,9 @@ class QConvertError(Exception):
         return " ".join(text.split())
 
 
-def close_to(word: str, known: Iterable[str], otherwise: str) -> str:
+def close_to(word: str, known: Iterable[str], otherwise: str, likeness: float = 0.6) -> str:
     """ "did you mean X?" for a word that is nearly one of the known ones, else `otherwise`."""
-    close = get_close_matches(word, list(known), n=1)
+    close = get_close_matches(word, list(known), 1, likeness)
     return f"did you mean {close[0]}?" if close else otherwise
 
 

@@ -186,7 +186,7 @@ def take_inventory(checkpoint: Checkpoint, assume: Sequence[Assumption] = ()) ->
             unpad(checkpoint, layer)
             layers[prefix] = layer
     if unused:
-        raise UsageError(f"--assume {min(unused)!r} fits no quantised layer")
+        raise UsageError(f"--assume {min(unused)!r} fits no quantised layer", file=str(checkpoint.path))
     return Inventory(layers, loose, sentinels, findings)
 
 
