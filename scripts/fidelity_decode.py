@@ -76,7 +76,9 @@ def _column(scale: NDArray[Any]) -> F64:
 def _nvfp4(t: Tensors) -> F64:
     values = E2M1[_nibbles(t["weight"], high_first=True)]
     n, k = values.shape
-    scale = E4M3[_unswizzle(t["weight_scale"].view(np.uint8), n, k // 16)] * float(t["weight_scale_2"].reshape(()))
+    scale = E4M3[_unswizzle(t["weight_scale"].view(np.uint8), n, k // 16)] * float(
+        t["weight_scale_2"].reshape(())
+    )
     return (values.reshape(n, -1, 16) * scale[..., None]).reshape(n, k)
 
 

@@ -118,7 +118,11 @@ def write_file(path: Path, tensors: Mapping[str, tuple[str, NDArray[Any]]]) -> N
     header: dict[str, Any] = {}
     offset = 0
     for name, (dtype, array) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
         offset += array.nbytes
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
@@ -153,7 +157,9 @@ def peer(form: Form, weights: Mapping[str, F32], python: str) -> dict[str, tuple
         tensors = read_file(output)
     out = {}
     for name, prefix in names.items():
-        own = {key.removeprefix(prefix + "."): t for key, t in tensors.items() if key.startswith(prefix + ".")}
+        own = {
+            key.removeprefix(prefix + "."): t for key, t in tensors.items() if key.startswith(prefix + ".")
+        }
         marker = json.loads(own.pop("comfy_quant").tobytes()) if "comfy_quant" in own else {}
         marker |= marker.get("params", {})
         out[name] = (own, int(marker.get("convrot_groupsize", 256)) if marker.get("convrot") else 0)

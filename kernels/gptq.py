@@ -1,0 +1,90 @@
+"""Sequential rounding after GPTQ (arXiv 2210.17323): each column's error is carried into the columns not yet rounded.
+
+A layer's output error on inputs with second moments H = E[x x^T] is, per row, (w - q) H (w - q)^T. The paper rounds
+the columns of W in turn and moves what remains of w so that the later columns make up for the error. With
+Hinv = U^T U (U upper triangular), column j rounded to q leaves e = (w_j - q) / U_jj, and w_i loses e U_ji for i > j.
+
+numpy only. Matrix products are BLAS's, so that codes can differ in a few places between machines; on one machine
+they do not depend on threads.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from qconvert.kernels.api import F32
+
+#: Part of the mean of H's diagonal that is added to it (the paper's 1 %).
+DAMPING = 0.01
+#: Columns whose errors are carried among themselves first, then into all the rest with one product.
+BLOCK = 128
+#: Triangles up to this size are inverted by LAPACK.
+_SMALL = 256
+
+
+class QuantiseColumn(Protocol):
+    """Rounds one column under the format's scales and remembers its codes.
+
+    `window` [C, R]: the columns from `column` to the end of the block at hand, as they stand now, one a row; its
+    first row is the column to round. Returns the values [R] that it decodes to.
+    """
+
+    def __call__(self, column: int, window: F32) -> F32: ...
+
+
+def gptq_factor(moments: F32, damping: float = DAMPING) -> F32:
+    """U [K, K], upper triangular, with U^T U the inverse of the damped moments [K, K].
+
+    Raises ValueError when the moments are not symmetric, finite and (damped) positive definite.
+    """
+    h = moments.astype(np.float64)
+    if h.ndim != 2 or h.shape[0] != h.shape[1] or not np.isfinite(h).all():
+        raise ValueError("second moments have to be a finite square matrix")
+    diagonal = np.diag(h)
+    if not np.allclose(h, h.T, rtol=1e-3, atol=1e-5 * float(np.abs(diagonal).max(initial=0.0))):
+        raise ValueError("second moments are not symmetric")
+    mean = float(diagonal.mean())
+    if mean <= 0:
+        raise ValueError("second moments are all zero")
+    h[np.diag_indices_from(h)] += damping * mean
+    # H = V V^T with V upper triangular: the Cholesky factor of H with rows and columns in reverse, reversed back.
+    try:
+        v = np.linalg.cholesky(h[::-1, ::-1])[::-1, ::-1]
+    except np.linalg.LinAlgError:
+        raise ValueError("second moments are not positive definite") from None
+    return _inverse_upper(np.ascontiguousarray(v)).astype(np.float32)
+
+
+def _inverse_upper(
+    v: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Inverse of an upper triangle by halves: [[A, B], [0, C]]^-1 = [[A', -A' B C'], [0, C']]."""
+    n = v.shape[0]
+    if n <= _SMALL:
+        return np.triu(np.linalg.inv(v))
+    half = n // 2
+    out = np.zeros_like(v)
+    out[:half, :half] = _inverse_upper(v[:half, :half])
+    out[half:, half:] = _inverse_upper(v[half:, half:])
+    out[:half, half:] = -(out[:half, :half] @ v[:half, half:]) @ out[half:, half:]
+    return out
+
+
+def gptq_round(x: F32, factor: F32, quantise_column: QuantiseColumn, block: int = BLOCK) -> F32:
+    """The values [R, K] that x is rounded to. `factor`: from `gptq_factor`; rows do not depend on each other."""
+    rest = np.array(x, np.float32)
+    out = np.empty_like(rest)
+    k = rest.shape[1]
+    for a in range(0, k, block):
+        b = min(a + block, k)
+        columns = np.ascontiguousarray(rest[:, a:b].T)
+        errors = np.empty_like(columns)
+        for j in range(b - a):
+            row = factor[a + j]
+            value = quantise_column(a + j, columns[j:])
+            out[:, a + j] = value
+            errors[j] = (columns[j] - value) / row[a + j]
+            columns[j + 1 :] -= row[a + j + 1 : b, None] * errors[j]
+        rest[:, b:] -= errors.T @ factor[a:b, b:]
+    return out
