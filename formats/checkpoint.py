@@ -81,6 +81,7 @@ class Checkpoint:
             raise UsageError(
                 f"{len(files)} {files[0].suffix} files and no index",
                 file=str(path),
+                found=", ".join(file.name for file in files[:4]) + (", ..." if len(files) > 4 else ""),
                 hint="name one of the files",
             )
         return cls(path, files)
