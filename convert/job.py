@@ -16,6 +16,7 @@ from qconvert.convert.plan import PlanOptions, make_plan
 from qconvert.convert.reading import read_source, refuse_senseless
 from qconvert.convert.sidecars import Sidecars
 from qconvert.convert.units import make_units
+from qconvert.formats import gguf_write
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.containers import SUFFIXES
 from qconvert.formats.errors import QConvertError, UsageError
@@ -25,6 +26,7 @@ from qconvert.kernels.api import Backend
 from qconvert.kernels.select import get_backend
 from qconvert.runtime.contracts.base import Contract, Verdict
 from qconvert.runtime.contracts.registry import contracts_of, get_contract
+from qconvert.runtime.families import detect
 from qconvert.runtime.sidecars import LayerForm, OutputForm, folder_file
 from qconvert.runtime.targets import Target, get_target
 from qconvert.runtime.verify import Side, compare_rows, decibels
@@ -68,7 +70,7 @@ def default_output(source: Path, target: Target) -> Path:
     stem = source.stem if source.suffix in SUFFIXES and not source.is_dir() else source.name
     folder = source if source.is_dir() else source.parent
     name = f"{stem}.{target.name.replace(':', '-')}"
-    return folder / (name if target.sidecars else f"{name}.safetensors")
+    return folder / (name if target.sidecars else f"{name}.{target.container}")
 
 
 def contracts_for(target: Target, runtime: str | None) -> tuple[Contract, ...]:
@@ -118,7 +120,8 @@ def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
     metadata = plan.metadata | {"qconvert": dumps(provenance(plan, request, checkpoint))}
     if target.header is not None:
         metadata |= target.header(output_form(plan, checkpoint, "model.safetensors"))
-    return plan, layout(output_header(plan), metadata)
+    lay_out = gguf_write.lay_out if target.container == "gguf" else layout
+    return plan, lay_out(output_header(plan), metadata)
 
 
 def output_form(plan: Plan, checkpoint: Checkpoint, file: str) -> OutputForm:
@@ -131,7 +134,9 @@ def output_form(plan: Plan, checkpoint: Checkpoint, file: str) -> OutputForm:
             action.prefix, action.role, action.codec.name, action.options, layer.n, layer.k, tensors
         )
         layers.append(form)
-    return OutputForm(plan.target.name, tuple(layers), checkpoint.config, file, plan.dtype)
+    matches = detect({name: tensor.spec for name, tensor in checkpoint.tensors.items()})
+    families = tuple(dict.fromkeys(match.family.id for match in matches))
+    return OutputForm(plan.target.name, tuple(layers), checkpoint.config, file, plan.dtype, families)
 
 
 def provenance(plan: Plan, request: Request, checkpoint: Checkpoint) -> dict[str, object]:

@@ -49,13 +49,14 @@ class Names:
                 there = ", ".join(present) or "no component prefixes"
                 raise UsageError(f"--component {component}: not in this file", found=there)
             names.component = component
-        elif len(present) > 1 and target.runtime == "sglang":
+        elif len(present) > 1 and (target.runtime == "sglang" or target.container == "gguf"):
             raise UsageError(
                 f"an all-in-one file ({', '.join(present)}); {target.name} is loaded one component at a time",
                 hint="choose with " + " or ".join(f"--component {part}" for part in present),
             )
-        if target.runtime == "sglang" and not keep_prefix:
-            names._strip_prefix([n for n in every if names.selected(n)])
+        if (target.runtime == "sglang" or target.container == "gguf") and not keep_prefix:
+            reader = "GGUF readers" if target.container == "gguf" else "sglang"
+            names._strip_prefix([n for n in every if names.selected(n)], reader)
         for text, replacement in rename:
             try:
                 names.rules.append((re.compile(text), replacement))
@@ -63,12 +64,12 @@ class Names:
                 raise UsageError(f"--rename {text!r} is not a regular expression: {error}") from None
         return names
 
-    def _strip_prefix(self, selected: list[str]) -> None:
+    def _strip_prefix(self, selected: list[str], reader: str) -> None:
         if selected and all(name.startswith(DIFFUSION_PREFIX) for name in selected):
             self.strip = DIFFUSION_PREFIX
             self.notes.append(
                 f"prefix {DIFFUSION_PREFIX!r} stripped from {len(selected)} layers and tensors "
-                "(sglang maps no such names; --keep-prefix keeps it)"
+                f"({reader} map{'' if reader.endswith('s') else 's'} no such names; --keep-prefix keeps it)"
             )
 
     def selected(self, name: str) -> bool:

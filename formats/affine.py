@@ -119,7 +119,7 @@ def encode_symmetric(x: F32, bits: int, group: int, dtype: str, backend: Backend
             trial = backend.to_f32(trial_raw, dtype)
             error = spread - _round(spread, trial, half) * trial[..., None]
             error *= error
-            total = _sum(error)
+            total = tree_sum(error)
             better = total < least
             least = np.where(better, total, least)
             kept = np.where(better, trial, kept)
@@ -133,7 +133,7 @@ def encode_symmetric(x: F32, bits: int, group: int, dtype: str, backend: Backend
     }
 
 
-def _sum(x: F32) -> F32:
+def tree_sum(x: F32) -> F32:
     """Sum over the last axis in one fixed order, halves added to halves where they are even."""
     while x.shape[-1] > 1 and x.shape[-1] % 2 == 0:
         half = x.shape[-1] // 2

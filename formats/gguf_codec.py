@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from qconvert.formats import gguf_blocks
+from qconvert.formats import gguf_blocks, gguf_encode
 from qconvert.formats.base import (
     F32,
     Array,
@@ -99,10 +99,8 @@ class Gguf(Codec):
         return np.ascontiguousarray(values.reshape(rows, k))
 
     def encode(self, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality) -> Codes:
-        from qconvert.formats import gguf_encode
-
         rows, k = x.shape
-        blocks = gguf_encode.encode(options["type"], x, quality == "best")
+        blocks = gguf_encode.encode(options["type"], x, backend, quality == "best")
         return {"blocks": blocks, "span": np.array([0, rows, k])}
 
     def store(self, codes: Codes, options: Options, k: int) -> dict[str, Array]:

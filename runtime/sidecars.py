@@ -40,6 +40,8 @@ class OutputForm:
     config: Mapping[str, Any]
     file: str
     dtype: str
+    #: Ids of the model families that the source was recognised as.
+    families: tuple[str, ...] = ()
 
 
 #: File name -> its bytes, for every file beside the safetensors file.

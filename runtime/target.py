@@ -46,6 +46,7 @@ class Target:
     aliases: tuple[str, ...] = ()
     #: One safetensors file is what this runtime's loader wants.
     single_file: bool = True
+    container: Literal["safetensors", "gguf"] = "safetensors"
     #: Files written beside the tensors (config.json): the output is then a folder.
     sidecars: SidecarMaker | None = None
     #: Entries added to the header; per-layer markers are written only by targets of ComfyUI's formats.

@@ -18,6 +18,7 @@ from qconvert.runtime.target import OptionMaker as OptionMaker
 from qconvert.runtime.target import Options as Options
 from qconvert.runtime.target import Target as Target
 from qconvert.runtime.target import Wishes as Wishes
+from qconvert.runtime.targets_gguf import GGUF_TARGETS
 from qconvert.runtime.targets_gptq import GPTQ_TARGETS
 from qconvert.runtime.targets_other import OTHER_TARGETS, carries_activation
 
@@ -181,6 +182,7 @@ TARGETS: tuple[Target, ...] = (
     Target("comfyui:asym_w4a8_int8", "comfyui", "comfyui", "ComfyUI w4a8", "w4a8", _w4a8(False), **_INT8_ROWS),
     Target("comfyui:awq_w4a16", "comfyui", "comfyui", "ComfyUI awq", "awq_w4a16", _awq, **_INT8_ROWS),
     *GPTQ_TARGETS,
+    *GGUF_TARGETS,
     *OTHER_TARGETS,
 )  # fmt: skip
 
