@@ -243,7 +243,7 @@ def _indexed_files(index: Path) -> list[Path]:
             raise QConvertError(
                 "index names a shard that is not there",
                 file=str(index),
-                expected=name,
+                found=name,
                 hint="put all shards beside their index",
             )
         files.append(path)

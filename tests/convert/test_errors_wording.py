@@ -132,7 +132,7 @@ def test_a_shard_that_is_missing(fails: Fails, folder: Path, weights: Any) -> No
         "shards --to comfy_nvfp4",
         1,
         "shards/model.safetensors.index.json: index names a shard that is not there "
-        "(expected model-2-of-2.safetensors); put all shards beside their index",
+        "(found model-2-of-2.safetensors); put all shards beside their index",
     )
 
 
