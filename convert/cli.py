@@ -65,6 +65,12 @@ def cli() -> None:
 )
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Threads (default: all cores).")
 @click.option("--memory", default="512MiB", metavar="SIZE", help="Buffers, e.g. 128MiB (default 512MiB).")
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Recorded inputs of the layers, see docs/calibration.md.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--strict", is_flag=True, help="Refuse anything that had to be guessed.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 from qconvert.convert.actions import Action, PartOut
+from qconvert.convert.calibration import Calibrator
 from qconvert.convert.journal import Notes, Record
 from qconvert.convert.units import ConstUnit, CopyUnit, LayerUnit, Unit
 from qconvert.formats.base import F32, Array, Codes
@@ -122,11 +123,13 @@ class Executor:
         progress: Progress,
         memory: int = DEFAULT_MEMORY,
         journal: Notes | None = None,
+        calibrator: Calibrator | None = None,
     ) -> None:
         self.checkpoint, self.laid, self.out = checkpoint, laid, out
         self.backend, self.quality = backend, quality
         self.jobs, self.progress, self.memory = max(1, jobs), progress, memory
         self.journal = journal
+        self.calibrator = calibrator
         self._queue: deque[Callable[[], None]] = deque()
         self._ready = threading.Condition()
         self._running = 0
@@ -342,7 +345,7 @@ class Executor:
                 x = self._values(task, a, b)
                 if not task.statistics:
                     self._finite_amax(task, x, a)
-                codes = action.codec.encode(x, task.common, action.options, self.backend, self.quality)
+                codes = self._encode(task, x)
                 y = action.codec.decode(codes, action.options, self.backend)
                 energy = self.backend.error(x, y)
                 if not np.isfinite(energy[1]):
@@ -364,9 +367,18 @@ class Executor:
                 task.unwritten -= 1
                 if not task.unwritten:
                     task.reader.release()
+                    if self.calibrator is not None:
+                        self.calibrator.release(action)
             self.progress(self._piece_bytes(task, a))
 
         return job
+
+    def _encode(self, task: _Task, x: F32) -> Codes:
+        action = task.action
+        if self.calibrator is not None and self.calibrator.knows(action):
+            carried = None if action.fold else input_factor(action.layer, task.reader, self.backend)
+            return self.calibrator.encode(action, x, task.common, self.quality, carried)
+        return action.codec.encode(x, task.common, action.options, self.backend, self.quality)
 
     def _store(self, task: _Task, arrays: dict[str, Array], a: int, b: int) -> None:
         layer = task.action.layer

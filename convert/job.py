@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qconvert.convert.actions import Plan, out_spec, output_header
+from qconvert.convert.calibration import Calibrator, note_calibration, opened_calibration
 from qconvert.convert.execute import DEFAULT_MEMORY, PROBE_ROWS, Executor, Probe, Result
 from qconvert.convert.identity import job_digest, plan_digest
 from qconvert.convert.output import OutputFile, refuse_same_file
@@ -50,6 +51,7 @@ class Request:
     jobs: int | None = None
     memory: int = DEFAULT_MEMORY
     backend: str = "cpu"
+    calibration: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
     except QConvertError as error:
         error.file = error.file or str(checkpoint.path)
         raise
+    plan = note_calibration(plan, request.calibration)
     if request.strict and plan.guesses:
         guess = plan.guesses[0]
         count = len(plan.guesses)
@@ -187,6 +190,7 @@ def execute_plan(
     jobs = request.jobs or os.cpu_count() or 1
     with (
         Sidecars(path.parent, sidecars, force=request.force) as beside,
+        opened_calibration(request.calibration) as calibration,
         OutputFile(
             path,
             laid.file_size,
@@ -206,6 +210,7 @@ def execute_plan(
             progress=progress,
             memory=request.memory,
             journal=out.journal,
+            calibrator=Calibrator(calibration, plan, backend) if calibration else None,
         )
         results = executor.run(make_units(plan, laid))
         checkpoint.check_unchanged()

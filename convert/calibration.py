@@ -1,0 +1,201 @@
+"""`--calibration FILE`: what a model's layers are given, and encoding with it. The file: docs/calibration.md."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from qconvert.convert.actions import Action, Plan
+from qconvert.formats.base import F32, Codes
+from qconvert.formats.calibrated import Moments, calibrates, encode_calibrated
+from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.errors import QConvertError, UsageError
+from qconvert.kernels.api import Backend, Quality
+
+MOMENT, INPUTS, AMAX = ".second_moment", ".inputs", ".input_amax"
+_FLOATS = ("F32", "F16", "BF16", "F64")
+_HASH_BYTES = 1 << 24
+
+
+class Calibration:
+    """A calibration file: per layer E[x^2] [K] or E[x x^T] [K, K], or sampled inputs [S, K]. Read layer by layer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = Checkpoint.open(path)
+        self.layers: dict[str, str] = {}
+        for name, tensor in self.file.tensors.items():
+            for suffix in (INPUTS, MOMENT):
+                if not name.endswith(suffix):
+                    continue
+                if tensor.dtype not in _FLOATS or len(tensor.shape) not in (1, 2):
+                    raise QConvertError(
+                        "calibration has to be floating, 1-D or 2-D",
+                        file=str(path),
+                        layer=name,
+                        found=f"{tensor.dtype} {list(tensor.shape)}",
+                    )
+                # Moments win over inputs where a layer has both.
+                if suffix == MOMENT or name.removesuffix(suffix) not in self.layers:
+                    self.layers[name.removesuffix(suffix)] = name
+        if not self.layers:
+            raise UsageError(
+                f"holds neither *{MOMENT} nor *{INPUTS}", file=str(path), hint="see docs/calibration.md"
+            )
+
+    def close(self) -> None:
+        self.file.close()
+
+    def digest(self) -> str:
+        """sha256 of the file's bytes: equal sources and equal calibrations give equal outputs."""
+        state = hashlib.sha256()
+        for index, header in enumerate(self.file.headers):
+            for start in range(0, header.file_size, _HASH_BYTES):
+                size = min(_HASH_BYTES, header.file_size - start)
+                state.update(self.file.pread(index, start, size).data)
+        return state.hexdigest()
+
+    def check_shape(self, layer: str, k: int) -> None:
+        """Raises QConvertError when a layer's tensor does not fit K in features."""
+        name = self.layers[layer]
+        shape, inputs = self.file.tensors[name].shape, name.endswith(INPUTS)
+        fits = shape[-1] == k and (inputs or len(shape) == 1 or shape[0] == k)
+        if not fits or (inputs and (len(shape) != 2 or not shape[0])):
+            raise QConvertError(
+                "calibration does not fit the layer",
+                file=str(self.path),
+                layer=name,
+                found=str(list(shape)),
+                expected=f"[S, {k}]" if inputs else f"[{k}] or [{k}, {k}]",
+            )
+
+    def moments(self, layer: str, k: int, backend: Backend) -> F32:
+        """[K] or [K, K] in float32. Raises QConvertError when the tensor does not fit or is not finite."""
+        self.check_shape(layer, k)
+        name = self.layers[layer]
+        values = backend.to_f32(self.file.read(name), self.file.tensors[name].dtype)
+        if not np.isfinite(values).all():
+            raise QConvertError("calibration holds NaN or Inf", file=str(self.path), layer=name)
+        if not name.endswith(INPUTS):
+            return values
+        out: F32 = (values.T @ values) / np.float32(len(values))
+        return out
+
+    def amax(self, layer: str) -> float | None:
+        """The largest magnitude recorded of a layer's inputs (`<layer>.input_amax`), None where it is not there."""
+        tensor = self.file.tensors.get(layer + AMAX)
+        if tensor is None or tensor.dtype != "F32" or tensor.nbytes != 4:
+            return None
+        value = float(self.file.read(tensor.name).reshape(-1)[0])
+        return value if np.isfinite(value) and value > 0 else None
+
+
+@dataclass
+class _Kept:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    moments: Moments | None = None
+
+
+class Calibrator:
+    """Encodes layers with their calibration. Safe to use from several threads; a layer's moments are made once."""
+
+    def __init__(self, calibration: Calibration, plan: Plan, backend: Backend) -> None:
+        self.calibration, self.backend = calibration, backend
+        self.names = calibrated_layers(calibration, plan)
+        self._kept = {prefix: _Kept() for prefix in self.names}
+
+    def knows(self, action: Action) -> bool:
+        return action.layer.prefix in self.names
+
+    def encode(
+        self, action: Action, x: F32, common: Codes, quality: Quality, input_factor: F32 | None
+    ) -> Codes:
+        """Codes of rows x. `input_factor`: the pre_quant_scale that stays beside the weight, if it does."""
+        moments = self._moments(action, input_factor)
+        return encode_calibrated(action.codec, x, common, action.options, self.backend, quality, moments)
+
+    def release(self, action: Action) -> None:
+        """Forget a layer's moments: it is done."""
+        kept = self._kept.get(action.layer.prefix)
+        if kept is not None:
+            with kept.lock:
+                kept.moments = None
+
+    def _moments(self, action: Action, factor: F32 | None) -> Moments:
+        layer = action.layer
+        kept = self._kept[layer.prefix]
+        with kept.lock:
+            if kept.moments is None:
+                name = self.names[layer.prefix]
+                raw = self.calibration.moments(name, layer.k, self.backend)
+                if factor is not None:
+                    raw = raw * (factor * factor if raw.ndim == 1 else np.outer(factor, factor))
+                try:
+                    rotation = action.codec.rotation(action.options)
+                    kept.moments = Moments.of(raw, rotation, self.backend)
+                except ValueError as error:
+                    raise QConvertError(
+                        f"calibration cannot be used: {error}", file=str(self.calibration.path), layer=name
+                    ) from None
+            return kept.moments
+
+
+def calibrated_layers(calibration: Calibration, plan: Plan) -> dict[str, str]:
+    """Source layer -> its name in the calibration, for every layer that is encoded with it.
+
+    A layer is found under its name in the source or in the output. Raises UsageError when no layer is.
+    """
+    found: dict[str, str] = {}
+    any_named = False
+    for action in plan.actions:
+        layer = action.layer
+        name = next((n for n in (layer.prefix, action.prefix) if n in calibration.layers), None)
+        if name is None:
+            continue
+        any_named = True
+        encoded = action.kind in ("quantise", "requantise") and not layer.experts
+        if encoded and calibrates(action.codec, action.options):
+            found[layer.prefix] = name
+    if not any_named:
+        raise UsageError(
+            "--calibration names none of the source's layers",
+            file=str(calibration.path),
+            found=next(iter(calibration.layers)),
+            hint="it is recorded with the model's own layer names",
+        )
+    return found
+
+
+@contextmanager
+def opened_calibration(path: Path | None) -> Iterator[Calibration | None]:
+    """The calibration for the length of a block; None when there is no file."""
+    if path is None:
+        yield None
+        return
+    calibration = Calibration(path)
+    try:
+        yield calibration
+    finally:
+        calibration.close()
+
+
+def note_calibration(plan: Plan, path: Path | None) -> Plan:
+    """The plan with what a calibration changes: which file decides the bytes (in the metadata), and how much of it.
+
+    Raises when the file fits none of the layers, or one of them only by name.
+    """
+    with opened_calibration(path) as calibration:
+        if calibration is None:
+            return plan
+        names = calibrated_layers(calibration, plan)
+        for action in plan.actions:
+            if action.layer.prefix in names:
+                calibration.check_shape(names[action.layer.prefix], action.layer.k)
+        note = f"calibration: {len(names)} layers are encoded for the least output error on recorded inputs"
+        metadata = plan.metadata | {"qconvert_calibration": calibration.digest()}
+        return replace(plan, notes=(*plan.notes, note), metadata=metadata)
