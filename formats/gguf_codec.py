@@ -1,8 +1,8 @@
 """Weights in GGUF's block types: rows of blocks, decoded and (Q8_0, Q4_0, Q4_K) encoded.
 
 FORMATS_OTHER section 10. The type is the tensor's dtype, so nothing about it is guessed. Blocks run along K; a
-tensor whose own shape does not divide into blocks (ComfyUI-GGUF's orig_shape) is one long run of them. NVFP4 has a
-scale for the whole tensor beside it (`scale`), as llama.cpp writes it.
+tensor whose own shape does not divide into blocks (ComfyUI-GGUF's orig_shape) is one long run of them. Matrices of
+type NVFP4 belong to `gguf_nvfp4`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,14 @@ from qconvert.formats.base import (
     Part,
     Recognition,
     Stored,
-    is_scalar,
-    scalar,
 )
 from qconvert.formats.dtypes import BLOCKS
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
 
-#: Where the tensor-wide scale of an NVFP4 weight lies.
-_SCALES = ("scale", "weight.scale")
-
 
 class Gguf(Codec):
-    """options: type, shape (the tensor's own), flat (rows do not begin with a block), scale (its suffix or None)."""
+    """options: type, shape (the tensor's own), flat (rows do not begin with a block)."""
 
     name = "gguf"
     family = "gguf"
@@ -46,19 +41,12 @@ class Gguf(Codec):
             return "not of a GGUF block type"
         n = weight.shape[0] if weight.shape else 1
         k = prod(weight.shape[1:])
-        owned, source = {"weight"}, None
-        if weight.dtype == "NVFP4":
-            source = next(
-                (s for s in _SCALES if s in group.tensors and is_scalar(group.tensors[s].shape)), None
-            )
-            owned |= {source} if source else set()
         options = {
             "type": weight.dtype,
             "shape": weight.shape,
             "flat": bool(k % BLOCKS[weight.dtype][0]),
-            "scale": source,
         }
-        return Recognition(self.name, n, k, options, frozenset(owned))
+        return Recognition(self.name, n, k, options, frozenset({"weight"}))
 
     def refusal(self, n: int, k: int, options: Options) -> str | None:
         elements = BLOCKS[options["type"]][0]
@@ -86,16 +74,11 @@ class Gguf(Codec):
             "blocks": data.reshape(-1, size),
             "span": np.array([first - begin * elements, b - a, stored.k]),
         }
-        if options["scale"]:
-            raw = stored.whole(options["scale"])
-            codes["scale"] = np.asarray(scalar(backend.to_f32(raw, stored.dtype(options["scale"]))))
         return codes
 
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
         skip, rows, k = (int(value) for value in codes["span"])
         values = gguf_blocks.decode(options["type"], codes["blocks"]).reshape(-1)[skip : skip + rows * k]
-        if "scale" in codes:
-            values = values * np.float32(codes["scale"])
         return np.ascontiguousarray(values.reshape(rows, k))
 
     def encode(self, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality) -> Codes:

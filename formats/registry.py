@@ -13,6 +13,7 @@ from qconvert.formats.compressed_tensors import CompressedMx, CompressedNvfp4
 from qconvert.formats.fastvideo import FastVideoNvfp4
 from qconvert.formats.float8 import Float8
 from qconvert.formats.gguf_codec import Gguf
+from qconvert.formats.gguf_nvfp4 import GgufNvfp4
 from qconvert.formats.gptq import Gptq
 from qconvert.formats.int8 import Int8
 from qconvert.formats.lightx2v import LightX2VMx, LightX2VMxfp8, LightX2VNvfp4
@@ -68,6 +69,7 @@ CODECS: tuple[Codec, ...] = (
     RowMajorMxfp8(),
     Nvfp4(),
     AwqW4A16(),
+    GgufNvfp4(),
     Gguf(),
     Bnb4(),
     Bnb8(),

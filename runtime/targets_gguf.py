@@ -26,7 +26,7 @@ ARCHITECTURES = {
 
 def _blocks(kind: str) -> OptionMaker:
     def make(layer: Layer, wishes: Wishes) -> Iterator[Options]:
-        base: Options = {"flat": False, "scale": None}
+        base: Options = {"flat": False}
         yield base | {"type": kind}
         # A width that does not fill the large blocks may fill the small ones.
         if BLOCKS[kind][0] > 32:
