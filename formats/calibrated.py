@@ -62,7 +62,8 @@ def encode_calibrated(
     moments: Moments,
 ) -> Codes:
     """`codec.encode` with the output's error in mind instead of the weight's."""
-    return _ENCODERS[codec.name](codec, x, common, options, backend, quality, moments)
+    codes: Codes = _ENCODERS[codec.name](codec, x, common, options, backend, quality, moments)
+    return codes
 
 
 def _nvfp4(
@@ -79,7 +80,8 @@ def _nvfp4(
         total = t * E4M3[scales[:, column // 16]]
         u = np.divide(values, total, out=np.zeros_like(values), where=total != 0)
         levels[:, column] = round_e2m1(u)
-        return levels[:, column] * total
+        value: F32 = levels[:, column] * total
+        return value
 
     def sequential(column: int, window: F32) -> F32:
         if column % 16 == 0:
@@ -100,12 +102,14 @@ def _nvfp4(
 def _uniform_levels(x: F32, scale: F32, levels: int, m: Moments) -> F32:
     """Integers -levels..levels [R, K] under a scale a row [R]."""
     if m.factor is None:
-        return np.clip(np.rint(x / scale[:, None]), -levels, levels)
+        nearest: F32 = np.clip(np.rint(x / scale[:, None]), -levels, levels)
+        return nearest
     out = np.empty_like(x)
 
     def rounded(column: int, window: F32) -> F32:
         out[:, column] = np.clip(np.rint(window[0] / scale), -levels, levels)
-        return out[:, column] * scale
+        value: F32 = out[:, column] * scale
+        return value
 
     gptq_round(x, m.factor, rounded)
     return out

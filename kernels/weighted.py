@@ -85,7 +85,8 @@ def row_scale(x: F32, weights: F32, levels: int) -> F32:
         middle = best.copy()
         attempt(middle - np.float32(step))
         attempt(middle + np.float32(step))
-    return np.maximum(start * best, np.float32(SCALE_FLOOR))
+    out: F32 = np.maximum(start * best, np.float32(SCALE_FLOOR))
+    return out
 
 
 def unit_mean(weights: NDArray[np.floating]) -> F32:

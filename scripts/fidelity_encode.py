@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from qconvert.formats.calibrated import Moments, encode_calibrated
 from qconvert.formats.registry import codec as get_codec
 from qconvert.kernels.select import get_backend
 
@@ -51,14 +52,19 @@ FORMS = (
 )  # fmt: skip
 
 
-def ours(form: Form, w: F32, quality: Literal["fast", "best"], **extra: Any) -> Tensors:
-    """The layer's tensors as qconvert's codec writes them in one piece."""
+def ours(form: Form, w: F32, quality: Literal["fast", "best"], moments: F32 | None = None) -> Tensors:
+    """The layer's tensors as qconvert's codec writes them in one piece; `moments` of its inputs: calibrated."""
     backend, codec, group = get_backend("cpu"), get_codec(form.codec), form.group(w.shape[1])
     options = {**form.options, "rotation": group, "shape": w.shape}
     x = backend.rotate(w, group) if group else w
     statistic: Any = {"none": None, "amax": backend.amax(x), "sample": x}[codec.statistic(options)]
     common = codec.prepare(statistic, options, backend, quality)
-    return codec.store(codec.encode(x, common, options, backend, quality, **extra), options, w.shape[1])
+    if moments is None:
+        codes = codec.encode(x, common, options, backend, quality)
+    else:
+        known = Moments.of(moments, group, backend)
+        codes = encode_calibrated(codec, x, common, options, backend, quality, known)
+    return codec.store(codes, options, w.shape[1])
 
 
 def kitchen(form: Form, w: F32) -> Tensors:
