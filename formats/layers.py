@@ -128,7 +128,7 @@ def parse_assumption(text: str) -> Assumption:
         raise UsageError(f"--assume {text!r}", expected="REGEX=FORMAT[,key=value]")
     if codec_for_marker(name) is None:
         known = known_formats()
-        hint = close_to(name, known, f"formats are {', '.join(known)}")
+        hint = close_to(name, known, f"FORMAT one of {', '.join(known)}")
         raise UsageError(f"--assume {text!r}: unknown format {name!r}", hint=hint)
     marker: dict[str, Any] = {"format": name}
     layout: dict[str, str] = {}
@@ -332,7 +332,7 @@ def _recognise(
     for candidate in CODECS:
         got = candidate.recognise(group, None)
         if isinstance(got, str):
-            if candidate.name != "plain":
+            if any(anchor in group.tensors for anchor in candidate.anchors) and candidate.name != "plain":
                 reasons.append(f"{candidate.name}: {got}")
             continue
         if state.candidates and not reasons:
@@ -363,8 +363,9 @@ def _nearest_reasons(reasons: list[str], group: Group) -> str:
     """Why the formats that came nearest do not fit: the marked one, and those that looked at a tensor that is there."""
     marked = [r for r in reasons if r.startswith(("marked ", "format ", "no format "))]
     beside = [f"{suffix} {spec}" for suffix, spec in group.tensors.items() if suffix != "weight"]
-    fitting = [reason for reason in reasons if any(text in reason for text in beside)]
-    near = list(dict.fromkeys(marked + fitting))[:2]
+    # Under other names than `weight` few formats are meant at all.
+    fitting = [r for r in reasons if "weight" not in group.tensors or any(text in r for text in beside)]
+    near = list(dict.fromkeys(marked + fitting))[: 2 if "weight" in group.tensors else 6]
     return "; ".join(near) or "scales beside it that say how to read its codes"
 
 
