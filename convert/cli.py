@@ -71,6 +71,7 @@ def cli() -> None:
     metavar="FILE",
     help="Recorded inputs of the layers, see docs/calibration.md.",
 )
+@click.option("--shard-size", metavar="SIZE", help="Several files of at most SIZE (e.g. 5GB) and an index.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--strict", is_flag=True, help="Refuse anything that had to be guessed.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")
@@ -83,6 +84,23 @@ def convert(
     from qconvert.convert.command import run_convert
 
     run_convert(source, target, output, as_json, dry_run, options)
+
+
+@cli.command()
+@click.argument("jobs_file", metavar="JOBS.toml", type=click.Path(path_type=Path))
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Threads (default: all cores).")
+@click.option("--memory", metavar="SIZE", help="Buffers, e.g. 128MiB (default 512MiB).")
+@click.option("--dry-run", is_flag=True, help="Print all plans and stop.")
+@click.option("--force", is_flag=True, help="Overwrite outputs that were made otherwise.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+def batch(
+    jobs_file: Path, jobs: int | None, memory: str | None, dry_run: bool, force: bool, as_json: bool
+) -> None:
+    """Convert every source in JOBS.toml into every target; run again, it does what is left."""
+    from qconvert.convert.batch import run_batch
+
+    given = {"jobs": jobs, "memory": memory, "force": force or None}
+    run_batch(jobs_file, as_json, dry_run, {key: value for key, value in given.items() if value is not None})
 
 
 @cli.command()

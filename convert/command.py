@@ -50,6 +50,7 @@ def make_request(source: Path, target: str, output: Path | None, options: dict[s
         resume=options["resume"],
         jobs=options["jobs"],
         memory=parse_size(options["memory"]),
+        shard_size=parse_size(options["shard_size"]) if options["shard_size"] else None,
         calibration=options.get("calibration"),
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from qconvert.convert.actions import Plan, out_spec, output_header
@@ -15,14 +16,15 @@ from qconvert.convert.identity import job_digest, plan_digest
 from qconvert.convert.output import OutputFile, refuse_same_file
 from qconvert.convert.plan import PlanOptions, make_plan
 from qconvert.convert.reading import read_source, refuse_senseless
+from qconvert.convert.shards import ShardWriter
 from qconvert.convert.sidecars import Sidecars
-from qconvert.convert.units import make_units
 from qconvert.formats import gguf_write
-from qconvert.formats.checkpoint import Checkpoint, dumps, opened
+from qconvert.formats.checkpoint import Checkpoint, dumps
 from qconvert.formats.containers import SUFFIXES
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.header import Layout, layout
 from qconvert.formats.layers import Assumption, Layer, take_inventory
+from qconvert.formats.values import seen_as
 from qconvert.kernels.api import Backend
 from qconvert.kernels.select import get_backend
 from qconvert.runtime.contracts.base import Contract, Verdict
@@ -50,6 +52,8 @@ class Request:
     resume: bool = False
     jobs: int | None = None
     memory: int = DEFAULT_MEMORY
+    #: Bytes of payload in one file; None for a single file.
+    shard_size: int | None = None
     backend: str = "cpu"
     calibration: Path | None = None
 
@@ -124,6 +128,7 @@ def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
     if target.header is not None:
         metadata |= target.header(output_form(plan, checkpoint, "model.safetensors"))
     lay_out = gguf_write.lay_out if target.container == "gguf" else layout
+    plan = replace(plan, metadata=metadata)
     return plan, lay_out(output_header(plan), metadata)
 
 
@@ -178,51 +183,60 @@ def execute_plan(
     begun: float,
 ) -> Outcome:
     """Write, gate and read back what `plan_job` decided."""
-    path = output_path(request, plan.target)
+    path = final_output(request, checkpoint, plan)
     sidecars = {}
     if plan.target.sidecars is not None:
-        path = path / folder_file(checkpoint.config, checkpoint.files[0].name)
         sidecars = plan.target.sidecars(output_form(plan, checkpoint, path.name))
         if path.parent.resolve() == checkpoint.files[0].parent.resolve():
             raise UsageError("the source's own folder", file=str(path.parent), hint="name another one")
-    refuse_same_file(checkpoint.files, path)
+    writer = ShardWriter(plan, laid, path, request.shard_size)
+    for name, _, _ in writer.parts:
+        refuse_same_file(checkpoint.files, path.parent / name)
     backend = get_backend(request.backend)
-    jobs = request.jobs or os.cpu_count() or 1
-    with (
-        Sidecars(path.parent, sidecars, force=request.force) as beside,
-        opened_calibration(request.calibration) as calibration,
-        OutputFile(
-            path,
-            laid.file_size,
-            digest=job_digest(laid, checkpoint),
+    with ExitStack() as stack:
+        beside = stack.enter_context(Sidecars(path.parent, sidecars | writer.index, force=request.force))
+        calibration = stack.enter_context(opened_calibration(request.calibration))
+        outs = writer.open(
+            stack,
+            lambda part: job_digest(part, checkpoint),
             force=request.force,
             resume=request.resume,
             mode_of=checkpoint.files[0],
-        ) as out,
-    ):
-        executor = Executor(
-            checkpoint,
-            laid,
-            out,
-            backend,
-            quality=plan.quality,
-            jobs=jobs,
-            progress=progress,
-            memory=request.memory,
-            journal=out.journal,
-            calibrator=Calibrator(calibration, plan, backend) if calibration else None,
         )
-        results = executor.run(make_units(plan, laid))
+
+        def executor(part: Layout, out: OutputFile) -> Executor:
+            return Executor(
+                checkpoint,
+                part,
+                out,
+                backend,
+                quality=plan.quality,
+                jobs=request.jobs or os.cpu_count() or 1,
+                progress=progress,
+                memory=request.memory,
+                journal=out.journal,
+                calibrator=Calibrator(calibration, plan, backend) if calibration else None,
+            )
+
+        results = writer.run(outs, executor)
         checkpoint.check_unchanged()
-        with opened(out.temporary) as written:
-            if sidecars:
-                written.config = beside.config()
+        with writer.written(outs) as written:
+            written.config = beside.config() if sidecars else written.config
             verdicts = tuple(contract.check(written.view()) for contract in plan.contracts)
             _gate(path, plan, verdicts)
             _read_back(checkpoint, written, plan, results, path, backend)
-        out.commit()
+        for out in outs:
+            out.commit()
         beside.commit()
-    return Outcome(plan, path, checkpoint.nbytes, laid.file_size, results, verdicts, time.monotonic() - begun)
+    return Outcome(plan, path, checkpoint.nbytes, writer.nbytes, results, verdicts, time.monotonic() - begun)
+
+
+def final_output(request: Request, checkpoint: Checkpoint, plan: Plan) -> Path:
+    """The file that a conversion writes; of targets with files beside the tensors, the one that holds them."""
+    path = output_path(request, plan.target)
+    if plan.target.sidecars is not None:
+        path = path / folder_file(checkpoint.config, checkpoint.files[0].name)
+    return path
 
 
 def output_path(request: Request, target: Target) -> Path:
@@ -268,6 +282,7 @@ def _read_back(
         if (not action.transforms and not action.layer.quantised) or action.layer.bare:
             continue
         layer = there.get(action.prefix)
+        layer = seen_as(layer, action.layer) if layer else None
         if layer is None or (layer.n, layer.k) != (action.layer.n, action.layer.k):
             raise QConvertError(
                 "the written file does not hold this layer as planned", file=str(path), layer=action.prefix
