@@ -12,13 +12,13 @@ from qconvert.convert.cli import cli
 from qconvert.convert.job import Request, run_job
 from qconvert.formats.checkpoint import opened
 from qconvert.formats.errors import UsageError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 LIMIT = 40_000
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def blocks(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
     tensors = {}
     for i in range(6):
@@ -31,16 +31,21 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def convert(source: Path, output: Path, shard_size: int | None) -> None:
-    with opened(source) as checkpoint:
-        run_job(Request(source, "bf16", output, shard_size=shard_size), checkpoint)
+def load_file(path: Path) -> dict[str, np.ndarray]:
+    with opened(path) as checkpoint:
+        return {name: checkpoint.read(name) for name in checkpoint.tensors}
 
 
-def test_shards_hold_what_one_file_holds(source: Path, tmp_path: Path) -> None:
+def convert(blocks: Path, output: Path, shard_size: int | None) -> None:
+    with opened(blocks) as checkpoint:
+        run_job(Request(blocks, "bf16", output, shard_size=shard_size), checkpoint)
+
+
+def test_shards_hold_what_one_file_holds(blocks: Path, tmp_path: Path) -> None:
     one, folder = tmp_path / "one.safetensors", tmp_path / "many"
     folder.mkdir()
-    convert(source, one, None)
-    convert(source, folder / "model.safetensors", LIMIT)
+    convert(blocks, one, None)
+    convert(blocks, folder / "model.safetensors", LIMIT)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shards = sorted(folder.glob("*.safetensors"))
     assert [p.name for p in shards] == [
@@ -64,19 +69,19 @@ def test_shards_hold_what_one_file_holds(source: Path, tmp_path: Path) -> None:
         assert read.tensors.keys() == whole.keys()
 
 
-def test_a_layer_larger_than_a_shard_stands_alone(source: Path, tmp_path: Path) -> None:
-    convert(source, tmp_path / "model.safetensors", 1)
+def test_a_layer_larger_than_a_shard_stands_alone(blocks: Path, tmp_path: Path) -> None:
+    convert(blocks, tmp_path / "model.safetensors", 1)
     names = {frozenset(load_file(p)) for p in tmp_path.glob("model-*.safetensors")}
     assert frozenset({"blocks.0.fc.weight", "blocks.0.fc.bias"}) in names
 
 
-def test_runtimes_that_read_one_file_refuse_shards(source: Path, tmp_path: Path) -> None:
-    with opened(source) as checkpoint, pytest.raises(UsageError, match="comfy_nvfp4 is read from one file"):
-        run_job(Request(source, "comfy_nvfp4", tmp_path / "o.safetensors", shard_size=LIMIT), checkpoint)
+def test_runtimes_that_read_one_file_refuse_shards(blocks: Path, tmp_path: Path) -> None:
+    with opened(blocks) as checkpoint, pytest.raises(UsageError, match="comfy_nvfp4 is read from one file"):
+        run_job(Request(blocks, "comfy_nvfp4", tmp_path / "o.safetensors", shard_size=LIMIT), checkpoint)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source.safetensors"]
 
 
-def test_size_is_checked(source: Path) -> None:
-    result = CliRunner().invoke(cli, ["convert", str(source), "--to", "bf16", "--shard-size", "many"])
+def test_size_is_checked(blocks: Path) -> None:
+    result = CliRunner().invoke(cli, ["convert", str(blocks), "--to", "bf16", "--shard-size", "many"])
     assert isinstance(result.exception, UsageError)
     assert "'many' is not a size" in str(result.exception)
