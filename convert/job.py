@@ -162,6 +162,7 @@ def provenance(plan: Plan, request: Request, checkpoint: Checkpoint) -> dict[str
         "plan_sha256": plan_digest(plan),
         "actions": kinds,
         "guesses": [finding.line() for finding in plan.guesses],
+        "assumed": [assumption.text for assumption in request.assume],
     }
 
 

@@ -34,7 +34,7 @@ from qconvert.formats.tensors import TensorSpec
 
 #: Bytes read for column energies, and for the references' row and column energies.
 BUDGET, REFERENCE_BUDGET = 20 << 20, 16 << 20
-MAX_MATRICES, MAX_VECTORS, MAX_WRITERS = 48, 256, 24
+MAX_MATRICES, MAX_VECTORS, MAX_WRITERS, MAX_READERS = 48, 256, 24, 8
 MAX_ROWS = 512
 #: Channels a dimension must have for its votes to mean anything.
 MIN_CHANNELS = 64
@@ -74,8 +74,13 @@ class NibbleScore:
         agree = self.high if self.z > 0 else self.pairs - self.high
         return (
             f"with {first} nibble first {agree} of {self.pairs} pairs of columns agree with norms, biases and "
-            f"rows of other layers (z {abs(self.z):.1f}, {self.matrices} matrices, {self.references} references)"
+            f"rows of other layers (z {abs(self.z):.1f}; {_count(self.matrices, 'matrix', 'matrices')}, "
+            f"{_count(self.references, 'reference', 'references')})"
         )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def nibble_order(checkpoint: Checkpoint, inventory: Inventory, layers: Sequence[Layer]) -> NibbleScore:
@@ -156,7 +161,7 @@ def _references(checkpoint: Checkpoint, inventory: Inventory, k: int) -> list[Vo
         budget -= used
         found += rows
     readers = [layer for layer in inventory.layers.values() if layer.k == k and layer.ndim == 2]
-    for layer in spread([layer for layer in readers if _is_direct(layer)], MAX_WRITERS):
+    for layer in spread([layer for layer in readers if _is_direct(layer)], MAX_READERS):
         found.append(_direct(checkpoint, layer))
     return [vector for vector in found if np.isfinite(vector).all() and len(np.unique(vector)) > k // 16]
 
@@ -209,7 +214,7 @@ def _direct(checkpoint: Checkpoint, layer: Layer) -> Votes:
     """Energy of each column of a layer that is not packed, from a few rows."""
     stored = reader(checkpoint, layer)
     energy = np.zeros(layer.k)
-    for a, b in bands(layer.n, BAND * 2):
+    for a, b in bands(layer.n, BAND):
         x = floats(stored.rows("weight", a, b).reshape(b - a, layer.k), layer.first.dtype).astype(np.float64)
         row = (x * x).mean(axis=1, keepdims=True)
         energy += (x * x / np.where(row > 0, row, 1)).sum(axis=0)
