@@ -70,6 +70,9 @@ def scale_layout(checkpoint: Checkpoint, layers: Sequence[Layer]) -> LayoutScore
     for layer in chosen:
         total += _layer(checkpoint, layer, BUDGET // len(chosen))
     as_swizzled, as_linear, by_chance, freedom, elements = total
+    if not elements:
+        # All scales are alike: nothing varies, by row or otherwise.
+        return LayoutScore(0.0, 0.0, 0.0, len(chosen))
     rest = elements - freedom
     return LayoutScore(
         max(0.0, float((as_swizzled - by_chance) / rest)),

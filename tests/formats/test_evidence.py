@@ -233,6 +233,18 @@ def test_lost_fp8_scales_are_noticed(networks: Any, look: Any) -> None:
     assert judgement.fatal and "may be a reciprocal" in judgement.message
 
 
+def test_weights_that_do_not_vary_tell_nothing(look: Any) -> None:
+    for value in (0.0, 0.25):
+        weights = {f"layers.{i}.up": np.full((256, 256), value, np.float32) for i in range(3)}
+        weights["norm"] = np.ones(256, np.float32)
+        for tensors in (
+            s.nvfp4_file({name: np.maximum(w, 1e-6) for name, w in weights.items()}, mark=NVFP4),
+            s.int8_file(weights, rotated=False, mark=PLAIN),
+        ):
+            inventory, judged = look(tensors)
+            assert not guesses(inventory) and not any(judgement.contrary for judgement in judged)
+
+
 def test_chance_is_not_evidence(tmp_path: Path) -> None:
     """Over many random files no score comes near its threshold, in either direction."""
     extremes = {"scales": 0.0, "nibbles": 0.0, "rotation": 0.0}
