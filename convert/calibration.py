@@ -184,18 +184,18 @@ def opened_calibration(path: Path | None) -> Iterator[Calibration | None]:
         calibration.close()
 
 
-def note_calibration(plan: Plan, path: Path | None) -> Plan:
-    """The plan with what a calibration changes: which file decides the bytes (in the metadata), and how much of it.
+def note_calibration(plan: Plan, path: Path | None, notes: tuple[str, ...] = ()) -> Plan:
+    """The plan with these notes and what a calibration changes: its digest (in the metadata), and how many layers.
 
     Raises when the file fits none of the layers, or one of them only by name.
     """
     with opened_calibration(path) as calibration:
         if calibration is None:
-            return plan
+            return replace(plan, notes=(*plan.notes, *notes))
         names = calibrated_layers(calibration, plan)
         for action in plan.actions:
             if action.layer.prefix in names:
                 calibration.check_shape(names[action.layer.prefix], action.layer.k)
         note = f"calibration: {len(names)} layers are encoded for the least output error on recorded inputs"
         metadata = plan.metadata | {"qconvert_calibration": calibration.digest()}
-        return replace(plan, notes=(*plan.notes, note), metadata=metadata)
+        return replace(plan, notes=(*plan.notes, *notes, note), metadata=metadata)

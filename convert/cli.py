@@ -71,6 +71,10 @@ def cli() -> None:
     metavar="FILE",
     help="Recorded inputs of the layers, see docs/calibration.md.",
 )
+@click.option("--budget", metavar="BPW", help="Bits per weight, e.g. 4.8bpw: a form per layer by measured error.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="Per layer the smallest form that is this close.")
+@click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="Forms as a saved plan says.")
+@click.option("--plan-out", type=click.Path(path_type=Path), metavar="FILE", help="Save the plan of --budget.")
 @click.option("--shard-size", metavar="SIZE", help="Several files of at most SIZE (e.g. 5GB) and an index.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--strict", is_flag=True, help="Refuse anything that had to be guessed.")

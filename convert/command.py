@@ -12,6 +12,7 @@ from qconvert.convert.classes import layer_class
 from qconvert.convert.cli import parse_pairs
 from qconvert.convert.job import Outcome, Request, execute_plan, output_path, plan_job
 from qconvert.convert.plan import PlanOptions
+from qconvert.convert.planfile import Forms
 from qconvert.convert.progress import progress_bar
 from qconvert.convert.report import outcome_json, plan_json
 from qconvert.convert.text import db, grouped, parse_size, size, table, tally
@@ -52,6 +53,9 @@ def make_request(source: Path, target: str, output: Path | None, options: dict[s
         memory=parse_size(options["memory"]),
         shard_size=parse_size(options["shard_size"]) if options["shard_size"] else None,
         calibration=options.get("calibration"),
+        forms=Forms(
+            options.get("budget"), options.get("min_sqnr"), options.get("plan"), options.get("plan_out")
+        ),
     )
 
 

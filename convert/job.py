@@ -15,6 +15,7 @@ from qconvert.convert.execute import DEFAULT_MEMORY, PROBE_ROWS, Executor, Probe
 from qconvert.convert.identity import job_digest, plan_digest
 from qconvert.convert.output import OutputFile, refuse_same_file
 from qconvert.convert.plan import PlanOptions, make_plan
+from qconvert.convert.planfile import Forms, planned_forms
 from qconvert.convert.reading import read_source, refuse_senseless
 from qconvert.convert.shards import ShardWriter
 from qconvert.convert.sidecars import Sidecars
@@ -56,6 +57,7 @@ class Request:
     shard_size: int | None = None
     backend: str = "cpu"
     calibration: Path | None = None
+    forms: Forms = field(default_factory=Forms)
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,14 @@ def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
     inventory, judgements = read_source(checkpoint, request.assume)
     refuse_senseless(checkpoint, judgements)
     try:
-        plan = make_plan(checkpoint, inventory, target, contracts, request.plan)
+        options, notes = planned_forms(
+            request.forms, request.plan, checkpoint, inventory, target, contracts, request.calibration, request.backend
+        )
+        plan = make_plan(checkpoint, inventory, target, contracts, options)
     except QConvertError as error:
         error.file = error.file or str(checkpoint.path)
         raise
-    plan = note_calibration(plan, request.calibration)
+    plan = note_calibration(plan, request.calibration, notes)
     if request.strict and plan.guesses:
         guess = plan.guesses[0]
         count = len(plan.guesses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from qconvert.formats.marker import render_tensor, speaks_of_quantisation
 from qconvert.formats.registry import codec as get_codec
 from qconvert.formats.tensors import Spec, TensorSpec
 from qconvert.runtime.contracts.base import Contract
-from qconvert.runtime.targets import Options, Target, Wishes
+from qconvert.runtime.targets import Options, Target, Wishes, get_target
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class PlanOptions:
     component: str | None = None
     keep_prefix: bool = False
     rename: tuple[tuple[str, str], ...] = ()
+    #: Layer -> `keep`, or the target whose linear form it takes (`--plan`, `--budget`).
+    forms: Mapping[str, str] = field(default_factory=dict)
 
 
 def make_plan(
@@ -152,6 +155,8 @@ class _Planner:
             if pattern.search(layer.prefix):
                 self.kept.add(text)
                 return f"--keep {text}"
+        if self.options.forms.get(layer.prefix) == "keep":
+            return "the plan keeps it"
         return self.book.runtime_keeps(layer)
 
     def _plain_target(self, layer: Layer, role: str) -> Action:
@@ -196,8 +201,9 @@ class _Planner:
 
     def _choose(self, layer: Layer, role: str) -> tuple[Codec, Options] | str:
         """Codec and options that both the format and every contract accept, or why there are none."""
-        target = self.target
         table = role == "embedding"
+        form = None if table else self.options.forms.get(layer.prefix)
+        target = get_target(form) if form else self.target
         name = target.embedding if table else target.linear
         maker = target.embedding_options if table else target.linear_options
         if name is None or maker is None:
