@@ -213,9 +213,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     return document
 
 
+#: Where quantisers of older versions kept what is `quantization_config` in config.json now -> the method, where the
+#: file does not say it itself.
+_OWN_CONFIGS = {"quantization_config.json": "auto-round", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
+    """config.json, with `quantization_config` from a file of its own where config.json has none."""
     path = folder / "config.json"
-    return _read_json(path) if path.is_file() else {}
+    config = _read_json(path) if path.is_file() else {}
+    if "quantization_config" not in config:
+        for name, method in _OWN_CONFIGS.items():
+            if (folder / name).is_file():
+                return config | {"quantization_config": {"quant_method": method} | _read_json(folder / name)}
+    return config
 
 
 def _indexed_files(index: Path) -> list[Path]:
