@@ -147,7 +147,7 @@ def output_form(plan: Plan, checkpoint: Checkpoint, file: str) -> OutputForm:
             action.prefix, action.role, action.codec.name, action.options, layer.n, layer.k, tensors
         )
         layers.append(form)
-    matches = detect({name: tensor.spec for name, tensor in checkpoint.tensors.items()})
+    matches = detect(checkpoint.specs)
     families = tuple(dict.fromkeys(match.family.id for match in matches))
     return OutputForm(plan.target.name, tuple(layers), checkpoint.config, file, plan.dtype, families)
 

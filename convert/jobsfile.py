@@ -1,0 +1,165 @@
+"""A batch as a TOML file: sources times targets with options, read as a whole and refused as a whole.
+
+output = "converted"                  # folder; default: beside each source
+
+[options]                             # of every job; named as on the command line
+quality = "best"
+
+[[job]]
+source = ["models/*.safetensors", "hf://owner/repo/file.safetensors"]
+target = ["comfy_nvfp4", "comfy_fp8"]
+keep = ['blocks\\.0\\.']
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from qconvert.convert.command import DTYPES, make_request
+from qconvert.convert.job import Request, default_output
+from qconvert.formats.checkpoint import SUFFIXES
+from qconvert.formats.errors import UsageError
+from qconvert.runtime.targets import get_target
+
+#: What a job may say beside source, target and output, and what it says when it does not.
+DEFAULTS: dict[str, Any] = {
+    "runtime": None, "keep": [], "dtype": "bf16", "embedding": "keep", "quality": "best", "native_fp4": False,
+    "full_precision": False, "component": None, "keep_prefix": False, "rename": [], "assume": [], "jobs": None,
+    "memory": "512MiB", "strict": False, "force": False,
+}  # fmt: skip
+_CHOICES = {
+    "dtype": tuple(DTYPES),
+    "embedding": ("keep", "int8"),
+    "quality": ("fast", "best"),
+    "component": ("diffusion", "text_encoder", "vae"),
+}
+_LISTS = ("keep", "rename", "assume")
+_OWN = ("source", "target", "output")
+
+
+def read_jobs(path: Path, overrides: Mapping[str, Any]) -> list[Request]:
+    """Every job of a file, sources expanded. `overrides`: options of the command line, over those in the file.
+
+    Relative paths are taken from the file's folder. Raises UsageError for anything that makes no sense: an unknown
+    key, target or option, a pattern that matches nothing, two jobs that write one file.
+    """
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror or error}", file=str(path)) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"is not valid TOML: {error}", file=str(path)) from None
+    unknown = sorted(set(document) - {"job", "options", "output"})
+    entries = document.get("job")
+    if unknown:
+        raise UsageError(f"unknown key {unknown[0]!r}", file=str(path), expected="job, options or output")
+    if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
+        raise UsageError("no [[job]] in it", file=str(path))
+    common = document.get("options", {})
+    if not isinstance(common, dict):
+        raise UsageError("options is not a table", file=str(path))
+    _check_options(path, "options", common)
+    found: list[tuple[Request, bool]] = []
+    for number, entry in enumerate(entries, 1):
+        where = f"job {number}"
+        _check_options(path, where, {key: value for key, value in entry.items() if key not in _OWN})
+        given = {key: value for key, value in entry.items() if key in DEFAULTS}
+        options = DEFAULTS | common | given | dict(overrides)
+        output = _text(path, where, entry.get("output", document.get("output")), "output")
+        found += _expand(path, where, entry, options, output)
+    # Outputs beside their sources match the sources' pattern when a batch is run again.
+    outputs = {str(request.output) for request, _ in found}
+    requests = [request for request, named in found if named or str(request.source) not in outputs]
+    _refuse_collisions(path, requests)
+    return requests
+
+
+def _expand(
+    path: Path, where: str, entry: Mapping[str, Any], options: dict[str, Any], output: str | None
+) -> Iterator[tuple[Request, bool]]:
+    """Requests, and whether their source was named rather than found."""
+    targets = _texts(path, where, entry, "target")
+    for text in targets:
+        get_target(text)
+    for pattern in _texts(path, where, entry, "source"):
+        for source in _sources(path, where, pattern):
+            for target in targets:
+                request = make_request(source, target, None, options | {"resume": True})
+                name = default_output(source, get_target(target))
+                folder = name.parent if output is None else path.parent / output
+                yield replace(request, output=folder / name.name), source == path.parent / pattern
+
+
+def _sources(path: Path, where: str, pattern: str) -> list[Path]:
+    """What a path, a pattern or a folder of checkpoints names. A plain path need not exist: its job will fail."""
+    full = os.path.expanduser(str(path.parent / pattern))  # noqa: PTH111
+    if glob.has_magic(full) and not os.path.lexists(full):
+        found = [Path(name) for name in sorted(glob.glob(full, recursive=True))]  # noqa: PTH207
+        found = [file for file in found if not file.name.startswith(".")]
+        if not found:
+            raise UsageError(f"{where}: source {pattern!r} matches nothing", file=str(path))
+        return found
+    source = Path(full)
+    if source.is_dir() and not any(source.glob("*.index.json")):
+        # A folder of single files is a shelf; a folder with an index is one checkpoint.
+        files = sorted(f for f in source.iterdir() if f.suffix in SUFFIXES and not f.name.startswith("."))
+        if len(files) > 1:
+            return files
+    return [source]
+
+
+def _check_options(path: Path, where: str, options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        if key not in DEFAULTS:
+            known = ", ".join(DEFAULTS)
+            raise UsageError(f"{where}: unknown key {key!r}", file=str(path), expected=f"one of {known}")
+        if key in _LISTS:
+            right = isinstance(value, list) and all(isinstance(item, str) for item in value)
+            expected = "a list of strings"
+        elif key in _CHOICES:
+            right, expected = value in _CHOICES[key], f"one of {', '.join(_CHOICES[key])}"
+        elif isinstance(DEFAULTS[key], bool):
+            right, expected = isinstance(value, bool), "true or false"
+        elif key == "jobs":
+            right, expected = type(value) is int and value > 0, "a number of threads"
+        else:
+            right, expected = isinstance(value, str), "a string"
+        if not right:
+            raise UsageError(f"{where}: {key} is {value!r}", file=str(path), expected=expected)
+
+
+def _text(path: Path, where: str, value: Any, key: str) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise UsageError(f"{where}: {key} is {value!r}", file=str(path), expected="a string")
+    return value
+
+
+def _texts(path: Path, where: str, entry: Mapping[str, Any], key: str) -> list[str]:
+    value = entry.get(key)
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not items or not all(isinstance(item, str) and item for item in items):
+        raise UsageError(
+            f"{where}: {key} is {value!r}", file=str(path), expected="a string, or a list of them"
+        )
+    return items
+
+
+def _refuse_collisions(path: Path, requests: list[Request]) -> None:
+    """Two jobs must not write one file, and none may write what another reads."""
+    sources = {str(request.source): request for request in requests}
+    outputs: dict[str, Request] = {}
+    for request in requests:
+        name = str(request.output)
+        first = outputs.setdefault(name, request)
+        if first is not request:
+            raise UsageError(
+                f"two jobs write {name}", file=str(path), found=f"{first.source} and {request.source}"
+            )
+        if name in sources:
+            raise UsageError(f"{name} is a job's output and another's source", file=str(path))
