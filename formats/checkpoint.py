@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,11 @@ class Checkpoint:
                 raise QConvertError("the source changed while it was being read", file=str(file))
 
     def marker_bytes(self) -> dict[str, bytes]:
-        """Raw bytes of every `<layer>.comfy_quant` tensor, by layer prefix."""
+        """Raw bytes of every `<layer>.comfy_quant` tensor, by layer prefix. Read once."""
+        return self._markers
+
+    @cached_property
+    def _markers(self) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
         for name, tensor in self.tensors.items():
             if name.endswith(MARKER_SUFFIX):
@@ -165,10 +170,15 @@ class Checkpoint:
                 ).tobytes()
         return found
 
+    @cached_property
+    def specs(self) -> dict[str, Spec]:
+        """Type and shape of every tensor. One object for all who ask, so that answers about it can be kept."""
+        return {name: tensor.spec for name, tensor in self.tensors.items()}
+
     def view(self) -> HeaderView:
         """What a contract may look at."""
         return HeaderView(
-            tensors={name: tensor.spec for name, tensor in self.tensors.items()},
+            tensors=self.specs,
             metadata=self.metadata,
             markers=self.marker_bytes(),
             files=tuple(file.name for file in self.files),
@@ -215,7 +225,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 #: Where quantisers of older versions kept what is `quantization_config` in config.json now -> the method, where the
 #: file does not say it itself.
-_OWN_CONFIGS = {"quantization_config.json": "auto-round", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+_OWN_CONFIGS = {
+    "quantization_config.json": "auto-round",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
