@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from qconvert.convert.actions import Action, ConstOut, CopyOut, Drop, Kind, PartOut, Plan, describe, laid_anew
+from qconvert.convert.as_stored import copied, refusal
 from qconvert.convert.names import Names
 from qconvert.convert.roles import RoleBook
 from qconvert.formats.base import Codec, Part
@@ -185,6 +186,10 @@ class _Planner:
         )
 
     def _quantised(self, layer: Layer, role: str) -> Action:
+        if layer.experts or "padded" in layer.options:
+            kept = self._as_stored(layer, role)
+            if kept is not None:
+                return kept
         chosen = self._choose(layer, role)
         if isinstance(chosen, str):
             return self._decode(layer, role, chosen)
@@ -199,6 +204,25 @@ class _Planner:
         reason = f"{describe(layer)} becomes {codec.name}"
         return self._encode(layer, role, "requantise", reason, codec, options)
 
+    def _as_stored(self, layer: Layer, role: str) -> Action | None:
+        """A bank or a padded weight for ComfyUI: copied where it reads such a one, else decoded; None elsewhere."""
+        if self.target.runtime != "comfyui" or role != "linear":
+            return None
+        codec = get_codec(self.target.linear)
+        wanted = next(iter(self.target.linear_options(layer, self.options.wishes)), None)
+        prefix = self.names.rename_layer(layer.prefix)
+        if wanted is None or self._folds(layer, role, codec):
+            return None
+        got = copied(layer, prefix, codec, wanted, self.contracts[0])
+        if isinstance(got, str):
+            return self._decode(layer, role, got) if layer.experts else None
+        outputs, marker = got
+        reason = f"already {describe(layer)}"
+        rest = self._marker_out(prefix, marker) + self._companions(layer, prefix, codec, layer.options)
+        exact = marker == layer.marker and "comfy_quant" in layer.tensors
+        kind: Kind = "copy" if exact else "retag"
+        return Action(kind, reason, layer, prefix, role, codec, layer.options, (*outputs, *rest))
+
     def _choose(self, layer: Layer, role: str) -> tuple[Codec, Options] | str:
         """Codec and options that both the format and every contract accept, or why there are none."""
         table = role == "embedding"
@@ -209,12 +233,14 @@ class _Planner:
         if name is None or maker is None:
             return f"{target.name} takes no quantised embedding"
         codec = get_codec(name)
-        if layer.experts or layer.ndim != 2:
-            if layer.codec.name == name and target.runtime == "comfyui":
-                return codec, dict(layer.options)
-            return (
-                "a bank of experts" if layer.experts else f"a {layer.ndim}-D weight; only 2-D ones are served"
-            )
+        if layer.experts:
+            return "a bank of experts"
+        if layer.ndim != 2:
+            if layer.codec is codec and target.runtime == "comfyui":
+                for options in maker(layer, self.options.wishes):
+                    if codec.carries(layer.options, options):
+                        return codec, options | {"shape": layer.options["shape"]}
+            return f"a {layer.ndim}-D weight; only 2-D ones are served"
         reasons = []
         for options in maker(layer, self.options.wishes):
             reason = codec.refusal(layer.n, layer.k, options) or self._contract_refusal(
@@ -231,12 +257,18 @@ class _Planner:
         if not self.contracts:
             return None
         # The older contract's rules for embeddings hang on the scale, which no marker states.
-        marker = {**(codec.marker(options) or {}), "scale": options.get("scale")}
+        written = codec.marker(options)
+        marker = {**(written or {}), "scale": options.get("scale")}
         kind: Literal["linear", "embedding"] = "embedding" if role == "embedding" else "linear"
         main = self.contracts[0]
-        return main.layer_refusal(
+        why = main.layer_refusal(
             self.target.config, kind, str(marker.get("format", codec.name)), layer.n, layer.k, marker
         )
+        if why is not None or written is None or kind == "embedding":
+            return why
+        # What neither kind nor marker tells (6 bits, the type of group scales) the tensors do.
+        specs = {part.suffix: part.spec for part in codec.parts(layer.n, layer.k, options)}
+        return refusal(main, self.names.rename_layer(layer.prefix), specs, written)
 
     # ---- what the chosen form means in tensors
 

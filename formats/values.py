@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,14 @@ def change_basis(x: F32, source: int, target: int, backend: Backend) -> F32:
     if source:
         x = backend.rotate(x, source)
     return backend.rotate(x, target) if target else x
+
+
+def seen_as(layer: Layer, other: Layer) -> Layer:
+    """A decoded bank of experts [E, N, K] as the bank it was, so that the two can be compared; else `layer` itself."""
+    shape = (other.experts, other.n, other.k)
+    if other.experts and not layer.experts and not layer.quantised and layer.first.shape == shape:
+        return replace(layer, n=other.n, k=other.k, experts=other.experts)
+    return layer
 
 
 def aligned(codec: Codec, options: Options, a: int) -> int:

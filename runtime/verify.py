@@ -14,7 +14,7 @@ from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Inventory, Layer
 from qconvert.formats.reader import LayerReader
 from qconvert.formats.tensors import TensorSpec
-from qconvert.formats.values import aligned, decode_rows, input_factor
+from qconvert.formats.values import aligned, decode_rows, input_factor, seen_as
 from qconvert.kernels.api import Backend
 
 #: Elements decoded at a time.
@@ -207,7 +207,7 @@ def compare_files(
     mismatched: list[str] = []
 
     def one(pair: tuple[Layer, Layer]) -> LayerMatch | str:
-        a, b = pair
+        a, b = pair[0], seen_as(pair[1], pair[0])
         if (a.n, a.k, a.experts) != (b.n, b.k, b.experts):
             return f"{a.prefix}: [{a.n}, {a.k}] against [{b.n}, {b.k}]"
         match = compare_layer(

@@ -1,0 +1,111 @@
+"""What the tests of conversions share: files as others write them (from tests/formats), one conversion in a call."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+#: sglang's configs for files with ComfyUI's markers
+SGLANG = ("comfy_nvfp4", "kitchen_w4a8", "kitchen_w4a4", "convrot_int8", "comfy_fp8", "comfy_mxfp8")
+FORMATS = Path(__file__).resolve().parents[1] / "formats"
+
+
+def _load(name: str) -> ModuleType:
+    """A helper of tests/formats as a module, loaded once; test folders are no packages."""
+    full = f"qconvert_tests_{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, FORMATS / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[full] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[full])
+    return sys.modules[full]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`source`, `bank`, `convolution`: every stored state; `target`: every target of ComfyUI's formats."""
+    tables = {"source": "SOURCES", "bank": "BANKS", "convolution": "CONVOLUTIONS"}
+    for name, table in tables.items():
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, list(getattr(_load("dialects"), table)))
+    if "target" in metafunc.fixturenames:
+        from qconvert.runtime.targets import TARGETS
+
+        comfy = [t.name for t in TARGETS if t.runtime == "comfyui"]
+        metafunc.parametrize("target", [*SGLANG, *comfy, "bf16", "fp16", "fp32"])
+
+
+@pytest.fixture(scope="session")
+def d() -> ModuleType:
+    """Independent definitions of what is stored."""
+    return _load("dialects")
+
+
+@pytest.fixture(scope="session")
+def writing() -> ModuleType:
+    return _load("writing")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20261202)
+
+
+@pytest.fixture(scope="session")
+def backend() -> Any:
+    from qconvert.kernels.select import get_backend
+
+    return get_backend("cpu")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of goldens and cases beside the repository, which not every checkout has."""
+    path = Path(os.environ.get("QCONVERT_SHARED", FORMATS.parents[2] / "shared"))
+    if not (path / "cases").is_dir():
+        pytest.skip("no shared folder with cases (QCONVERT_SHARED names one)")
+    return path
+
+
+@pytest.fixture
+def write(d: ModuleType, tmp_path: Path) -> Callable[..., Path]:
+    """write(tensors, metadata, name) -> path of a file by the safetensors library."""
+
+    def make(
+        tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None, name: str = "in.safetensors"
+    ) -> Path:
+        path: Path = d.write(tmp_path / name, tensors, metadata)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def convert() -> Callable[..., Any]:
+    """convert(source, target, output=None, **options of Request or PlanOptions) -> Outcome"""
+    from dataclasses import fields
+
+    from qconvert.convert.job import Request, run_job
+    from qconvert.convert.plan import PlanOptions
+    from qconvert.formats.checkpoint import opened
+
+    of_plan = {field.name for field in fields(PlanOptions)}
+
+    def make(source: Path, target: str, output: Path | None = None, **options: Any) -> Any:
+        plan = PlanOptions(**{key: value for key, value in options.items() if key in of_plan})
+        rest = {key: value for key, value in options.items() if key not in of_plan}
+        request = Request(source, target, output, plan=plan, **({"jobs": 1} | rest))
+        with opened(source) as checkpoint:
+            return run_job(request, checkpoint)
+
+    return make
