@@ -48,6 +48,11 @@ _TARGETS = {
 }
 
 
+def named_view(checkpoint: Checkpoint) -> HeaderView:
+    """The checkpoint's headers under the names that the user gave: commands that are printed use them."""
+    return replace(checkpoint.view(), files=tuple(str(file) for file in checkpoint.files))
+
+
 def judge(
     checkpoint: Checkpoint,
     contract: Contract,
@@ -55,10 +60,10 @@ def judge(
     tp: int = 1,
     model: Path | None = None,
     weighed: Weighed | None = None,
+    view: HeaderView | None = None,
 ) -> Verdict:
     """The contract's verdict, with what is known of the model, of the values, and of the names in `model`."""
-    # Commands that are printed name the file as the user did.
-    view = replace(checkpoint.view(), files=tuple(str(file) for file in checkpoint.files))
+    view = view or named_view(checkpoint)
     verdict = contract.check(view, tp=tp)
     extra = [_mended(v, view, contract, verdict) for v in model_violations(view, contract, verdict)]
     extra += value_traps(weighed or weighed_source(checkpoint), view, contract)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from qconvert.convert.checking import judge, weighed_source
+from qconvert.convert.checking import judge, named_view, weighed_source
 from qconvert.convert.report import verdict_json
 from qconvert.convert.text import grouped, size, table, tally
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
@@ -31,7 +31,10 @@ def run_inspect(path: Path, as_json: bool) -> None:
     """`qconvert inspect FILE`: exits 1 when a layer is in no known format, after showing the rest."""
     with opened(path) as checkpoint:
         weighed = weighed_source(checkpoint)
-        verdicts = [judge(checkpoint, get_contract(name), weighed=weighed) for name in contract_names()]
+        view = named_view(checkpoint)
+        verdicts = [
+            judge(checkpoint, get_contract(name), weighed=weighed, view=view) for name in contract_names()
+        ]
     unread = weighed if isinstance(weighed, QConvertError) else None
     inventory = Inventory({}, [], [], []) if isinstance(weighed, QConvertError) else weighed[0]
     if as_json:
@@ -111,7 +114,7 @@ def _actions(value: Any) -> str:
 
 
 def _families(checkpoint: Checkpoint) -> list[str]:
-    found = detect({name: tensor.spec for name, tensor in checkpoint.tensors.items()})
+    found = detect(checkpoint.specs)
     return list(dict.fromkeys(match.title for match in found))
 
 

@@ -112,7 +112,14 @@ def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
     refuse_senseless(checkpoint, judgements)
     try:
         options, notes = planned_forms(
-            request.forms, request.plan, checkpoint, inventory, target, contracts, request.calibration, request.backend
+            request.forms,
+            request.plan,
+            checkpoint,
+            inventory,
+            target,
+            contracts,
+            request.calibration,
+            request.backend,
         )
         plan = make_plan(checkpoint, inventory, target, contracts, options)
     except QConvertError as error:

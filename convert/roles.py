@@ -19,7 +19,7 @@ class RoleBook:
     """Answers for one checkpoint, one target and the contract it is planned for."""
 
     def __init__(self, checkpoint: Checkpoint, target: Target, contracts: tuple[Contract, ...]) -> None:
-        self.matches = detect({name: tensor.spec for name, tensor in checkpoint.tensors.items()})
+        self.matches = detect(checkpoint.specs)
         self.family_ids = tuple(dict.fromkeys(match.title for match in self.matches))
         self._runtime = contracts[0].name if contracts else target.family_runtime
         self._format = codec(target.linear).name

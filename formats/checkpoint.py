@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +13,10 @@ from typing import Any
 import numpy as np
 from qconvert.formats.containers import SUFFIXES, read_container
 from qconvert.formats.dtypes import SUB_BYTE, numpy_dtype
-from qconvert.formats.errors import HeaderError, QConvertError, UsageError, close_to
+from qconvert.formats.errors import HeaderError, QConvertError, TransferError, UsageError, close_to
 from qconvert.formats.header import Header, strict_json
+from qconvert.formats.remote import Place
+from qconvert.formats.storage import Storage, open_storage
 from qconvert.formats.tensors import HeaderView, Spec, TensorSpec
 
 MARKER_SUFFIX = ".comfy_quant"
@@ -30,14 +31,13 @@ class Checkpoint:
     Use as a context manager, or call `close`. Raises QConvertError for files that cannot be trusted.
     """
 
-    def __init__(self, path: Path, files: list[Path]) -> None:
+    def __init__(self, path: Place, files: Sequence[Place]) -> None:
         self.path = path
-        self.files = files
+        self.files = list(files)
         self.headers: list[Header] = []
         self.tensors: dict[str, TensorSpec] = {}
         self.metadata: dict[str, str] = {}
-        self._fds: list[int] = []
-        self._identity: list[tuple[int, int]] = []
+        self._storages: list[Storage] = []
         for index, file in enumerate(files):
             header = read_container(file, index)
             self.headers.append(header)
@@ -52,13 +52,10 @@ class Checkpoint:
                 self.metadata.setdefault(key, value)
         self.config: dict[str, Any] = _read_config(path if path.is_dir() else path.parent)
         for file in files:
-            descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-            stat = os.fstat(descriptor)
-            self._fds.append(descriptor)
-            self._identity.append((stat.st_size, stat.st_mtime_ns))
+            self._storages.append(open_storage(file))
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
+    def open(cls, path: Place) -> Checkpoint:
         """A file (safetensors, GGUF, a pickle of tensors), or a folder with one, or with shards and their index."""
         if not path.exists():
             beside = path.parent.iterdir() if path.parent.is_dir() else ()
@@ -67,13 +64,13 @@ class Checkpoint:
             raise UsageError("no such file or folder", file=str(path), hint=hint or None)
         if path.is_file():
             return cls(path, [path])
-        indexes = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.bin.index.json"))
+        indexes = _found(path, "*.safetensors.index.json") or _found(path, "*.bin.index.json")
         if len(indexes) > 1:
             raise UsageError("several index files; name one checkpoint", file=str(path))
         if indexes:
             return cls(path, _indexed_files(indexes[0]))
         for suffix in SUFFIXES:
-            files = sorted(p for p in path.glob(f"*{suffix}") if p.is_file())
+            files = [file for file in _found(path, f"*{suffix}") if file.is_file()]
             if files:
                 break
         else:
@@ -88,9 +85,9 @@ class Checkpoint:
         return cls(path, files)
 
     def close(self) -> None:
-        for descriptor in self._fds:
-            os.close(descriptor)
-        self._fds = []
+        for storage in self._storages:
+            storage.close()
+        self._storages = []
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -102,8 +99,18 @@ class Checkpoint:
     def nbytes(self) -> int:
         return sum(header.file_size for header in self.headers)
 
-    def fd(self, index: int) -> int:
-        return self._fds[index]
+    @property
+    def local_files(self) -> list[Path]:
+        """Those of `files` that this machine's system knows."""
+        return [file for file in self.files if isinstance(file, Path)]
+
+    def fd(self, index: int) -> int | None:
+        """Shard `index`'s descriptor; None for a remote one."""
+        return self._storages[index].fd
+
+    def state(self) -> list[str]:
+        """Which version of each shard this is: size and modification time, or size and etag."""
+        return [storage.state() for storage in self._storages]
 
     def digest(self) -> str:
         """sha256 over the headers of all shards: names what the plan was made from."""
@@ -119,9 +126,9 @@ class Checkpoint:
         done = 0
         while done < size:
             try:
-                got = _pread_into(self._fds[index], view[done:], start + done)
+                got = self._storages[index].read_into(view[done:], start + done)
             except OSError as error:
-                raise QConvertError(
+                raise TransferError(
                     f"read error at byte {start + done}: {error.strerror or error}",
                     file=str(self.files[index]),
                 ) from None
@@ -142,11 +149,9 @@ class Checkpoint:
         return data.view(numpy_dtype(tensor.dtype)).reshape(_storage_shape(tensor))
 
     def check_unchanged(self) -> None:
-        """Raise when a source file was written to since it was opened (size or modification time)."""
-        for descriptor, file, identity in zip(self._fds, self.files, self._identity, strict=True):
-            stat = os.fstat(descriptor)
-            if (stat.st_size, stat.st_mtime_ns) != identity:
-                raise QConvertError("the source changed while it was being read", file=str(file))
+        """Raise when a source file was written to since it was opened (size, modification time, etag)."""
+        for storage in self._storages:
+            storage.check_unchanged()
 
     def marker_bytes(self) -> dict[str, bytes]:
         """Raw bytes of every `<layer>.comfy_quant` tensor, by layer prefix. Read once."""
@@ -186,32 +191,17 @@ class Checkpoint:
         )
 
 
+def _found(folder: Place, pattern: str) -> list[Place]:
+    return sorted(folder.glob(pattern), key=str)
+
+
 def _storage_shape(tensor: TensorSpec) -> tuple[int, ...]:
     if tensor.dtype in SUB_BYTE:
         return (tensor.nbytes,)
     return tensor.shape
 
 
-if hasattr(os, "preadv"):
-
-    def _pread_into(descriptor: int, view: memoryview, offset: int) -> int:
-        # One call moves at most 2 GiB on Linux; the caller loops.
-        return os.preadv(descriptor, [view[: 1 << 30]], offset)
-
-else:  # Windows: no positional reads; a lock keeps seek and read together
-    import threading
-
-    _SEEK_LOCK = threading.Lock()
-
-    def _pread_into(descriptor: int, view: memoryview, offset: int) -> int:
-        with _SEEK_LOCK:
-            os.lseek(descriptor, offset, os.SEEK_SET)
-            data = os.read(descriptor, min(len(view), 1 << 30))
-        view[: len(data)] = data
-        return len(data)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Place) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise QConvertError("JSON file is too large", file=str(path))
@@ -232,7 +222,7 @@ _OWN_CONFIGS = {
 }
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Place) -> dict[str, Any]:
     """config.json, with `quantization_config` from a file of its own where config.json has none."""
     path = folder / "config.json"
     config = _read_json(path) if path.is_file() else {}
@@ -243,7 +233,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _indexed_files(index: Path) -> list[Path]:
+def _indexed_files(index: Place) -> list[Place]:
     folder = index.parent
     document = _read_json(index)
     mapping = document.get("weight_map")
@@ -256,7 +246,7 @@ def _indexed_files(index: Path) -> list[Path]:
                 "index names a file that is not a string", file=str(index), found=repr(name)[:60]
             )
         names[name] = None
-    files = []
+    files: list[Place] = []
     for name in sorted(names):
         # Shards lie beside their index; anything that leads elsewhere is an attack or an accident.
         if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name or ":" in name:
@@ -276,7 +266,7 @@ def _indexed_files(index: Path) -> list[Path]:
     return files
 
 
-def _compare_index(index: Path, mapping: Mapping[str, str], files: list[Path]) -> None:
+def _compare_index(index: Place, mapping: Mapping[str, str], files: list[Place]) -> None:
     for number, file in enumerate(files):
         present = {tensor.name for tensor in read_container(file, number).tensors}
         listed = {name for name, where in mapping.items() if where == file.name}
@@ -291,7 +281,7 @@ def _compare_index(index: Path, mapping: Mapping[str, str], files: list[Path]) -
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Checkpoint]:
+def opened(path: Place) -> Iterator[Checkpoint]:
     """Open a checkpoint for the length of a block."""
     checkpoint = Checkpoint.open(path)
     try:

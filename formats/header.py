@@ -12,11 +12,11 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, NoReturn
 
 from qconvert.formats.dtypes import BITS, nbytes
 from qconvert.formats.errors import HeaderError
+from qconvert.formats.remote import Place
 from qconvert.formats.tensors import Spec, TensorSpec
 
 #: The reference implementation's own cap.
@@ -56,11 +56,13 @@ def _name_other_kind(name: str, start: bytes) -> None:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in out:
-            raise ValueError(f"key {key!r} occurs twice")
-        out[key] = value
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key!r} occurs twice")
+            seen.add(key)
     return out
 
 
@@ -80,7 +82,11 @@ def strict_json(text: str) -> Any:
     """
     try:
         document = json.loads(
-            text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_int=_integer
+            text,
+            object_pairs_hook=_no_duplicates,
+            parse_constant=_no_constant,
+            # A Python call for each of some 40,000 numbers, where it can matter at all.
+            parse_int=_integer if "-0" in text else None,
         )
         if "\\ud" in text.lower():
             _refuse_surrogates(document)
@@ -103,7 +109,7 @@ def _refuse_surrogates(value: Any) -> None:
             _refuse_surrogates(item)
 
 
-def read_header(path: Path, index: int = 0) -> Header:
+def read_header(path: Place, index: int = 0) -> Header:
     """Parse and validate the header of a safetensors file; reads no payload.
 
     Raises HeaderError for anything the format does not allow: length, UTF-8, duplicate keys, unknown dtypes, sizes
@@ -112,7 +118,8 @@ def read_header(path: Path, index: int = 0) -> Header:
     name = str(path)
     try:
         with path.open("rb") as handle:
-            size = os.fstat(handle.fileno()).st_size
+            size = handle.seek(0, os.SEEK_END)
+            handle.seek(0)
             prefix = handle.read(8)
             if len(prefix) < 8:
                 _fail(name, "not a safetensors file: shorter than 8 bytes", found=f"{size} bytes")
@@ -182,8 +189,9 @@ def parse_header(raw: bytes, file_size: int, name: str, index: int = 0) -> Heade
     return Header(tuple(tensors), metadata, data_start, file_size, raw)
 
 
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_COUNT
+def _counts(values: Any) -> bool:
+    """Whether all are plain integers that a size or an offset can be."""
+    return all(type(value) is int and 0 <= value < _MAX_COUNT for value in values)
 
 
 def _tensor(name: str, key: str, entry: Any, data_start: int, payload: int, index: int) -> TensorSpec:
@@ -192,9 +200,9 @@ def _tensor(name: str, key: str, entry: Any, data_start: int, payload: int, inde
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         _fail(name, f"tensor {key!r} has an unknown dtype", found=repr(dtype)[:40])
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(_count(dim) for dim in shape):
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not _counts(shape):
         _fail(name, f"tensor {key!r} has a bad shape", found=repr(shape)[:60])
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_count(o) for o in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _counts(offsets):
         _fail(name, f"tensor {key!r} has bad data_offsets", found=repr(offsets)[:60])
     begin, end = offsets
     size = nbytes(dtype, tuple(shape))

@@ -11,6 +11,7 @@ from typing import Any
 
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Kind, Verdict, Violation
+from qconvert.runtime.contracts.once import once_a_view
 
 #: Formats that are no quantisation at all: layers in them are served by every runtime.
 PLAIN_FORMATS = frozenset({"bf16", "fp16", "f16", "fp32", "f32", "plain", "bfloat16", "float16", "float32"})
@@ -37,6 +38,7 @@ class Layer:
         return name if isinstance(name, str) else None
 
 
+@once_a_view
 def tensors_by_layer(view: HeaderView) -> dict[str, dict[str, Spec]]:
     """Prefix -> suffix -> type and shape; a tensor belongs to the name before its last dot."""
     layers: dict[str, dict[str, Spec]] = {}

@@ -12,6 +12,7 @@ from typing import Any
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Violation
 from qconvert.runtime.contracts.common import HEADER_KEY, MARKER
+from qconvert.runtime.contracts.once import once_a_view
 
 Markers = dict[str, dict[str, Any]]
 
@@ -23,6 +24,12 @@ _NOT_BYTES = frozenset({"BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3"
 
 def read_markers(view: HeaderView) -> tuple[Markers, list[Violation]]:
     """The merged markers by layer, and every reason why the runtime would not read the file at all."""
+    markers, found = _read(view)
+    return markers, list(found)
+
+
+@once_a_view
+def _read(view: HeaderView) -> tuple[Markers, list[Violation]]:
     markers: Markers = {}
     found: list[Violation] = []
     for prefix, marker in _header_markers(view.metadata, found).items():

@@ -61,12 +61,24 @@ def load_families() -> tuple[Family, ...]:
     )
 
 
+#: The last header looked at and what was found in it: contracts and planning ask of one file several times.
+_last: tuple[Mapping[str, Spec], tuple[FamilyMatch, ...]] | None = None
+
+
 def detect(tensors: Mapping[str, Spec]) -> tuple[FamilyMatch, ...]:
     """The families in a file, one match a component and prefix; empty when none is known.
 
     Files of one model have one match, all-in-one files several. Quantised layers are seen through: packed
-    weights, side tensors and missing markers make no difference.
+    weights, side tensors and missing markers make no difference. `tensors` must not change afterwards: asked again
+    about the same object, the answer is the one given before.
     """
+    global _last
+    if _last is None or _last[0] is not tensors:
+        _last = tensors, _detect(tensors)
+    return _last[1]
+
+
+def _detect(tensors: Mapping[str, Spec]) -> tuple[FamilyMatch, ...]:
     groups = Groups(tensors)
     found: dict[tuple[str, str], FamilyMatch] = {}
     for family in load_families():
