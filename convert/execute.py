@@ -40,7 +40,7 @@ SAMPLE_ROWS = 16
 #: `--memory`: bytes of buffers.
 DEFAULT_MEMORY = 512 << 20
 
-Progress = Callable[[int], None]
+Progress = Callable[[int], object]
 
 
 #: Rows at the start of a layer's first and last piece that are read back from the finished file.
@@ -224,10 +224,10 @@ class Executor:
 
     def _copy_job(self, unit: CopyUnit) -> Callable[[], None]:
         def job() -> None:
-            moved = _copy_in_kernel(
-                self.checkpoint.fd(unit.file), self.out.fd, unit.start, unit.offset, unit.nbytes
-            )
-            if not moved:
+            source = self.checkpoint.fd(unit.file)
+            if source is None or not _copy_in_kernel(
+                source, self.out.fd, unit.start, unit.offset, unit.nbytes
+            ):
                 self.out.write(self.checkpoint.pread(unit.file, unit.start, unit.nbytes).data, unit.offset)
             self._note(unit.key)
             self.progress(unit.nbytes)

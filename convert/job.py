@@ -179,7 +179,7 @@ def provenance(plan: Plan, request: Request, checkpoint: Checkpoint) -> dict[str
 
 
 def run_job(
-    request: Request, checkpoint: Checkpoint, progress: Callable[[int], None] = lambda done: None
+    request: Request, checkpoint: Checkpoint, progress: Callable[[int], object] = lambda done: None
 ) -> Outcome:
     """Convert one checkpoint. Raises QConvertError and leaves nothing under the final name when anything fails."""
     begun = time.monotonic()
@@ -192,7 +192,7 @@ def execute_plan(
     checkpoint: Checkpoint,
     plan: Plan,
     laid: Layout,
-    progress: Callable[[int], None],
+    progress: Callable[[int], object],
     begun: float,
 ) -> Outcome:
     """Write, gate and read back what `plan_job` decided."""

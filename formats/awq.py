@@ -116,7 +116,8 @@ def unpack(words: Array) -> Array:
 def pack(codes: Array) -> Array:
     """The inverse of `unpack`: codes uint8 [N, C] -> int32 [C, N/8]."""
     spread = np.ascontiguousarray(codes.T).reshape(codes.shape[1], -1, 8).astype(np.uint32)
-    return np.bitwise_or.reduce(spread << _SHIFTS, axis=-1).view(np.int32)
+    words: Array = np.bitwise_or.reduce(spread << _SHIFTS, axis=-1).view(np.int32)
+    return words
 
 
 def _symmetric(group: Group) -> bool:

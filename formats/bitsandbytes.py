@@ -43,7 +43,8 @@ class Bnb4(Codec):
         states = [suffix for suffix in group.tensors if suffix.startswith(_STATE)]
         if len(states) != 1 or not group.has("weight", "weight.absmax", "weight.quant_map"):
             if group.has("weight.absmax"):
-                return "absmax without quant_state.bitsandbytes__*: only that states the weight's shape"
+                absmax = f"weight.absmax {group.tensors['weight.absmax']}"
+                return f"{absmax} without quant_state.bitsandbytes__*: only that states the weight's shape"
             return "no quant_state.bitsandbytes__*"
         state = _state(group, states[0])
         if isinstance(state, str):
@@ -53,7 +54,7 @@ class Bnb4(Codec):
         blocks = -(-n * k // block)
         weight, absmax = group.tensors["weight"], group.tensors["weight.absmax"]
         if weight.nbytes != _padded(weight.dtype, n * k):
-            return f"weight {weight} does not hold {n * k} codes of {list(shape)}"
+            return f"weight {weight}, weight.absmax {absmax}: the weight does not hold {n * k} codes of {list(shape)}"
         if prod(absmax.shape) != blocks or group.tensors["weight.quant_map"].shape != (16,):
             return f"weight.absmax {absmax} is not one for each of {blocks} blocks"
         owned = {"weight", "weight.absmax", "weight.quant_map", states[0]}
@@ -78,7 +79,7 @@ class Bnb4(Codec):
 
     def row_step(self, options: Options) -> int:
         # Rows of an odd number of codes start in the middle of a byte every other time.
-        return 1 + prod(options["shape"][1:]) % 2
+        return 1 + int(prod(options["shape"][1:])) % 2
 
     def load(self, stored: Stored, a: int, b: int, backend: Backend) -> Codes:
         options, k = stored.options, stored.k
@@ -131,7 +132,8 @@ class Bnb8(Codec):
         if group.has("weight_format"):
             layout = group.peek("weight_format")
             if layout is not None and layout.reshape(-1)[0] != 0:
-                return f"weight_format {int(layout.reshape(-1)[0])} is a layout of old GPU kernels; 0 is rows"
+                kind = group.tensors["weight_format"]
+                return f"weight_format {kind} {int(layout.reshape(-1)[0])} is a layout of old GPU kernels"
             owned.add("weight_format")
         return Recognition(self.name, n, k, {}, frozenset(owned))
 
@@ -170,23 +172,24 @@ def _padded(dtype: str, codes: int) -> int:
 
 def _state(group: Group, suffix: str) -> dict[str, Any] | str:
     """The layer's quant_state, or what is wrong with it."""
+    name = f"{suffix} {group.tensors[suffix]}"
     raw = group.peek(suffix)
     try:
         state = strict_json(raw.tobytes().decode("utf-8")) if raw is not None else None
     except ValueError as error:
-        return f"{suffix} is not JSON: {error}"
+        return f"{name} is not JSON: {error}"
     if not isinstance(state, dict):
-        return f"{suffix} is no JSON object"
+        return f"{name} is no JSON object"
     shape, block = state.get("shape"), state.get("blocksize")
     if not isinstance(shape, list) or not shape or not all(isinstance(d, int) and d > 0 for d in shape):
-        return f"{suffix} states no shape"
+        return f"{name} states no shape"
     if not isinstance(block, int) or block <= 0:
-        return f"{suffix} states no blocksize"
+        return f"{name} states no blocksize"
     inner = state.get("nested_blocksize", 1)
     if (
         not isinstance(inner, int)
         or inner <= 0
         or not isinstance(state.get("nested_offset", 0.0), float | int)
     ):
-        return f"{suffix}: nested_blocksize {inner!r} makes no sense"
+        return f"{name}: nested_blocksize {inner!r} makes no sense"
     return state

@@ -122,7 +122,7 @@ class Checkpoint:
     def pread(self, index: int, start: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """`size` bytes from absolute offset `start` of shard `index`, in a fresh buffer. Short reads are an error."""
         buffer = np.empty(size, np.uint8)
-        view = memoryview(buffer)
+        view = buffer.data
         done = 0
         while done < size:
             try:

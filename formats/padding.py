@@ -98,9 +98,9 @@ def _is_shape(value: Any) -> bool:
 
 def _empty_tail(checkpoint: Checkpoint, layer: Layer, multiple: int) -> tuple[int, int]:
     """How many of the last rows and columns hold nothing but zeros; fewer than `multiple`, else it is no padding."""
-    tail = _codes(checkpoint, layer, max(0, layer.n - multiple), layer.n).any(axis=1)
+    tail = np.asarray(_codes(checkpoint, layer, max(0, layer.n - multiple), layer.n).any(axis=1))
     rows = int(np.argmax(tail[::-1])) if tail.any() else 0
-    head = _codes(checkpoint, layer, 0, min(_SAMPLE, layer.n - rows))[:, -multiple:].any(axis=0)
+    head = np.asarray(_codes(checkpoint, layer, 0, min(_SAMPLE, layer.n - rows))[:, -multiple:].any(axis=0))
     columns = int(np.argmax(head[::-1])) if head.any() else 0
     return rows, columns
 

@@ -217,7 +217,8 @@ class W4A8(Codec):
             q = np.empty((codes["q"].shape[0], codes["q"].shape[1] * 2), np.float32)
             q[:, 0::2] = (codes["q"] & 15).astype(np.float32) - 8
             q[:, 1::2] = (codes["q"] >> 4).astype(np.float32) - 8
-            return q * np.repeat(codes["s_rel"], g, axis=1)
+            values: F32 = q * np.repeat(codes["s_rel"], g, axis=1)
+            return values
         return backend.w4a8_decode(
             codes["q"],
             codes["s_rel"],
@@ -238,7 +239,12 @@ class W4A8(Codec):
             q, rel, channel = backend.w6a8_encode(x, options["group"], quality)
         else:
             q, rel, channel = backend.w4a8_encode(x, options["group"], common.get("codebook"), quality)
-        codes = {"q": q, "s_rel_bits": rel, "s_rel": backend.to_f32(rel, "F8_E4M3"), "s_channel": channel}
+        codes: Codes = {
+            "q": q,
+            "s_rel_bits": rel,
+            "s_rel": backend.to_f32(rel, "F8_E4M3"),
+            "s_channel": channel,
+        }
         return codes | common
 
     def store(self, codes: Codes, options: Options, k: int) -> dict[str, Array]:

@@ -41,7 +41,7 @@ def _gptq(bits: int) -> OptionMaker:
 def _fits(own: Options, width: int) -> bool:
     """Whether the source's codes, taken about one zero point, fit into `width` bits (as Gptq.carries says)."""
     natural = own.get("order", "natural") == "natural"
-    return natural and own["bits"] + (0 if own["symmetric"] else 1) <= width
+    return natural and int(own["bits"]) + (0 if own["symmetric"] else 1) <= width
 
 
 def gptq_config(form: OutputForm) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def compare_files(
     max_rows: int | None = None,
     activations: Callable[[Layer], F32 | None] = lambda layer: None,
     jobs: int = 1,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> Comparison:
     """Every layer that both files have, and the tensors that belong to no layer.
 

@@ -212,7 +212,7 @@ def _settings(config: str, said: QuantConfig) -> Iterator[Violation]:
     if config == _FP8:
         return
     groups = document.get("config_groups")
-    first = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
+    first: Any = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
     weights = first.get("weights") if isinstance(first, Mapping) else None
     size = document.get("group_size") or (weights.get("group_size") if isinstance(weights, Mapping) else None)
     if size is None or document.get("ignore", []) is None:
