@@ -1,0 +1,154 @@
+"""torch.save files: tensors at their offsets, no code run, everything else refused with a reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from qconvert.formats.checkpoint import Checkpoint, opened
+from qconvert.formats.errors import QConvertError
+
+
+def _module(name: str) -> ModuleType:
+    full = f"qconvert_tests_{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, Path(__file__).with_name(f"{name}.py"))
+        assert spec is not None and spec.loader is not None
+        sys.modules[full] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[full])
+    return sys.modules[full]
+
+
+o: Any = _module("other_files")
+
+
+def model(rng: Any) -> dict[str, torch.Tensor]:
+    def values(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(rng.normal(size=shape).astype(np.float32))
+
+    large = values(100, 64)
+    return {
+        "a.weight": values(48, 256).bfloat16(),
+        "a.bias": values(48),
+        "view.weight": large[10:58],
+        "eight.weight": values(8, 8).to(torch.float8_e4m3fn),
+        "ids": torch.arange(5),
+        "norm.weight": values(16).half(),
+    }
+
+
+def same(a: torch.Tensor, b: Any) -> bool:
+    return bool(a.contiguous().view(torch.uint8).numpy().tobytes() == b.tobytes())
+
+
+@pytest.mark.parametrize("wrap", ["plain", "state_dict", "module"])
+@pytest.mark.parametrize("suffix", [".pt", ".ckpt", ".bin", ".weights"])
+def test_tensors_where_they_lie(wrap: str, suffix: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    tensors = model(rng)
+    path = tmp_path / f"m{suffix}"
+    extra = {"epoch": 3, "optimizer": {"x": torch.ones(3)}}
+    torch.save(tensors if wrap == "plain" else {wrap: tensors} | extra, path)
+    with opened(path) as checkpoint:
+        assert set(checkpoint.tensors) == set(tensors)
+        for name, tensor in tensors.items():
+            assert same(tensor, checkpoint.read(name)), name
+            assert checkpoint.tensors[name].shape == tuple(tensor.shape)
+
+
+def test_becomes_a_safetensors_file(tmp_path: Path, rng: np.random.Generator) -> None:
+    tensors = {name: value for name, value in model(rng).items() if name != "eight.weight"}
+    torch.save({"state_dict": tensors}, tmp_path / "m.ckpt")
+    outcome = o.run(tmp_path / "m.ckpt", "convrot_int8", tmp_path / "out.safetensors")
+    written = o.load(outcome.output)
+    assert written["a.weight"].dtype == torch.int8
+    assert torch.equal(written["ids"], tensors["ids"])
+    assert torch.equal(written["a.bias"], tensors["a.bias"])
+
+
+def test_shards_with_an_index(tmp_path: Path, rng: np.random.Generator) -> None:
+    tensors = model(rng)
+    names = sorted(tensors)
+    shards = {"pytorch_model-1.bin": names[:3], "pytorch_model-2.bin": names[3:]}
+    for file, part in shards.items():
+        torch.save({name: tensors[name] for name in part}, tmp_path / file)
+    mapping = {name: file for file, part in shards.items() for name in part}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": mapping}))
+    with opened(tmp_path) as checkpoint:
+        assert set(checkpoint.tensors) == set(tensors)
+        assert all(same(tensor, checkpoint.read(name)) for name, tensor in tensors.items())
+
+
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+def _saved(kind: str, path: Path, weight: torch.Tensor) -> None:
+    if kind == "code":
+        torch.save({"a.weight": Evil(path.with_name("ran"))}, path)
+    elif kind == "bare code":
+        path.write_bytes(pickle.dumps(Evil(path.with_name("ran"))))
+    elif kind == "module":
+        torch.save(torch.nn.Linear(3, 4), path)
+    elif kind == "old":
+        torch.save({"a.weight": weight}, path, _use_new_zipfile_serialization=False)
+    elif kind == "strided":
+        torch.save({"a.weight": weight.t()}, path)
+    elif kind == "sparse":
+        torch.save({"a.weight": weight.to_sparse()}, path)
+    elif kind == "empty":
+        torch.save({"epoch": 1}, path)
+    elif kind == "junk":
+        path.write_bytes(b"no such thing")
+    else:
+        torch.save({"a.weight": weight}, path)
+        with zipfile.ZipFile(path) as old:
+            entries = {entry.filename: old.read(entry) for entry in old.infolist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+            for name, data in entries.items():
+                new.writestr(name, data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("code", "it names posix.system, which is no tensor"),
+        ("bare code", "a pickle without a zip archive"),
+        ("module", "Linear, which is no tensor"),
+        ("old", "a pickle without a zip archive"),
+        ("strided", "is a strided view"),
+        ("sparse", ""),
+        ("empty", "holds no tensors"),
+        ("junk", "no torch file at all"),
+        ("compressed", "entries are compressed"),
+    ],
+)
+def test_refused(kind: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    _saved(kind, path, torch.ones(4, 6))
+    with pytest.raises(QConvertError) as caught:
+        Checkpoint.open(path)
+    assert words in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("cut", [10, 100, 400])
+def test_truncated(cut: int, tmp_path: Path, rng: np.random.Generator) -> None:
+    path = tmp_path / "m.pt"
+    torch.save(model(rng), path)
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(QConvertError):
+        Checkpoint.open(path)
