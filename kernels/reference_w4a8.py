@@ -15,7 +15,7 @@ from qconvert.kernels.reference import (
     split,
     unpack_nibbles,
 )
-from qconvert.kernels.search import SCALE_FLOOR, W4A8_OFFSETS, W6A8_OFFSETS
+from qconvert.kernels.search import CHANNEL_MULTIPLES, ROW_LANES, SCALE_FLOOR, W4A8_OFFSETS, W6A8_OFFSETS
 from torch import Tensor
 
 #: Levels of the 4-bit form without a codebook, by code.
@@ -27,24 +27,41 @@ def _grid(levels: Tensor, s_rel: Tensor) -> Tensor:
     return (levels * s_rel[..., None]).round().clamp(-127, 127)
 
 
-def _channel_scale(x: Tensor) -> Tensor:
-    return torch.maximum(x.abs().amax(dim=1) / 127.0, torch.tensor(SCALE_FLOOR))
+def _search(
+    x: Tensor,
+    group: int,
+    largest_level: Tensor,
+    multiples: tuple[float, ...],
+    offsets: tuple[int, ...],
+    distance: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """s_rel e4m3 codes [R, K/G] and s_channel [R] with the least squared error among those tried.
 
-
-def _search_s_rel(
-    y: Tensor, start: Tensor, offsets: tuple[int, ...], nearest: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """e4m3 codes [R, K/G] with the least squared error near `start`; y [R, K/G, G] in channel scales."""
-    best_code = start
-    best_error = torch.full_like(y[..., 0], math.inf)
-    for offset in offsets:
-        candidate = (start + offset).clamp(0, 126)
-        d = nearest(y, decode_e4m3(candidate.to(torch.uint8)))
-        error = lane_sum(d * d)
-        wins = error < best_error
-        best_error = torch.where(wins, error, best_error)
-        best_code = torch.where(wins, candidate, best_code)
-    return best_code
+    For each multiple of the row's absmax channel scale, each group keeps the best e4m3 code near the one its
+    largest magnitude asks for; then each row keeps its best multiple. `distance(y, s_rel)` is that of y
+    [R, K/G, G], in channel scales, to the nearest grid value.
+    """
+    base = torch.maximum(x.abs().amax(dim=1) / 127.0, torch.tensor(SCALE_FLOOR))
+    best_channel, least_row = base, torch.full_like(base, math.inf)
+    best_code = torch.zeros(x.shape[0], x.shape[1] // group, dtype=torch.int32)
+    for m in multiples:
+        multiple = torch.tensor(m, dtype=torch.float32)
+        channel = base * multiple
+        y = split(x / channel[:, None], group)
+        start = encode_e4m3(y.abs().amax(dim=2) / largest_level).to(torch.int32)
+        code, least = start, torch.full_like(y[..., 0], math.inf)
+        for offset in offsets:
+            candidate = (start + offset).clamp(0, 126)
+            d = distance(y, decode_e4m3(candidate.to(torch.uint8)))
+            error = lane_sum(d * d)
+            wins = error < least
+            least, code = torch.where(wins, error, least), torch.where(wins, candidate, code)
+        row = lane_sum(least, ROW_LANES) * (multiple * multiple)
+        wins = row < least_row
+        least_row = torch.where(wins, row, least_row)
+        best_channel = torch.where(wins, channel, best_channel)
+        best_code = torch.where(wins[:, None], code, best_code)
+    return best_code.to(torch.uint8), best_channel
 
 
 def w4a8_encode(
@@ -52,24 +69,30 @@ def w4a8_encode(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, s_rel and s_channel; nearest grid value, ties to the lower code."""
     levels = UNIFORM if codebook is None else codebook
-    s_channel = _channel_scale(x)
-    y = split(x / s_channel[:, None], group)
-    start = encode_e4m3(y.abs().amax(dim=2) / levels.abs().max()).to(torch.int32)
+    best = quality == "best"
 
-    def distance(values: Tensor, s_rel: Tensor) -> Tensor:
+    def distance(y: Tensor, s_rel: Tensor) -> Tensor:
         grid = _grid(levels, s_rel)
-        least = (values - grid[..., 0:1]).abs()
+        least = (y - grid[..., 0:1]).abs()
         for j in range(1, 16):
-            least = torch.minimum(least, (values - grid[..., j : j + 1]).abs())
+            least = torch.minimum(least, (y - grid[..., j : j + 1]).abs())
         return least
 
-    code = _search_s_rel(y, start, W4A8_OFFSETS if quality == "best" else (0,), distance).to(torch.uint8)
-    grid = _grid(levels, decode_e4m3(code))
+    s_rel, s_channel = _search(
+        x,
+        group,
+        levels.abs().max(),
+        CHANNEL_MULTIPLES if best else (1.0,),
+        W4A8_OFFSETS if best else (0,),
+        distance,
+    )
+    y = split(x / s_channel[:, None], group)
+    grid = _grid(levels, decode_e4m3(s_rel))
     middle = (grid[..., :15] + grid[..., 1:]) * 0.5
     q = torch.zeros_like(y, dtype=torch.uint8)
     for j in range(15):
         q = q + (y > middle[..., j : j + 1]).to(torch.uint8)
-    return pack_nibbles(q.flatten(1), high_first=False), code, s_channel
+    return pack_nibbles(q.flatten(1), high_first=False), s_rel, s_channel
 
 
 def _six_bit_nearest(y: Tensor, s_rel: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,16 +113,20 @@ def _six_bit_nearest(y: Tensor, s_rel: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def w6a8_encode(x: Tensor, group: int, quality: Quality) -> tuple[Tensor, Tensor, Tensor]:
-    s_channel = _channel_scale(x)
-    y = split(x / s_channel[:, None], group)
-    start = encode_e4m3(y.abs().amax(dim=2) / 31.0).to(torch.int32)
-    offsets = W6A8_OFFSETS if quality == "best" else (0,)
-    code = _search_s_rel(y, start, offsets, lambda v, s: _six_bit_nearest(v, s)[1]).to(torch.uint8)
-    level, _ = _six_bit_nearest(y, decode_e4m3(code))
+    best = quality == "best"
+    s_rel, s_channel = _search(
+        x,
+        group,
+        torch.tensor(31.0),
+        CHANNEL_MULTIPLES if best else (1.0,),
+        W6A8_OFFSETS if best else (0,),
+        lambda y, s: _six_bit_nearest(y, s)[1],
+    )
+    level, _ = _six_bit_nearest(split(x / s_channel[:, None], group), decode_e4m3(s_rel))
     q = (level + 32.0).to(torch.uint8).flatten(1)
     top = q >> 4
     tops = top[:, 0::4] | (top[:, 1::4] << 2) | (top[:, 2::4] << 4) | (top[:, 3::4] << 6)
-    return torch.cat((pack_nibbles(q & 15, high_first=False), tops), dim=1), code, s_channel
+    return torch.cat((pack_nibbles(q & 15, high_first=False), tops), dim=1), s_rel, s_channel
 
 
 def w4a8_decode(

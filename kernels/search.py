@@ -19,6 +19,8 @@ INT4_STEPS: tuple[float, ...] = (1 / 32, 1 / 64)
 #: Steps of the e4m3 code from the absmax block scale. On Gaussian, Student-t and outlier weights no block of
 #: 200,000 had its minimum outside of -2..+7, and +7 is worth nothing.
 NVFP4_OFFSETS: tuple[int, ...] = (0, -2, -1, 1, 2, 3, 4, 5, 6)
-#: Steps of the e4m3 code from the absmax group scale (w4a8 and w6a8).
-W4A8_OFFSETS: tuple[int, ...] = (0, -3, -2, -1, 1, 2, 3)
+#: Multiples of the absmax channel scale that w4a8 and w6a8 try: each moves the coarse e4m3 steps of the group
+#: scales against the row. And steps of the e4m3 code from the absmax group scale, tried for each group.
+CHANNEL_MULTIPLES: tuple[float, ...] = (1.0, 1.03, 1.06, 1.09)
+W4A8_OFFSETS: tuple[int, ...] = (0, -2, -1, 1, 2, 3)
 W6A8_OFFSETS: tuple[int, ...] = (0, -2, -1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from qconvert.kernels.check import check_group, check_nvfp4, check_w4a8
 from qconvert.kernels.codebook import UNIFORM, fit_codebook
 from qconvert.kernels.cpu import blocks, casts, rotate, rows, w4a8, w6a8
 
-#: Blocks or groups side by side: enough to hide loop overhead, scratch still in the first-level cache.
+#: nvfp4 blocks side by side: enough to hide loop overhead, scratch still in the first-level cache.
 LANES = 128
 
 _NO_FACTORS = np.empty(0, dtype=np.float32)
@@ -183,24 +184,38 @@ class CpuBackend:
         check_w4a8(sample, group)
         return fit_codebook(sample, group, quality)
 
+    def _search_channels(
+        self, x: F32, group: int, quality: Quality, run: Callable[[F32, U8, F32], None]
+    ) -> tuple[U8, F32]:
+        """s_rel [R, K/G] and s_channel [R] (see `reference_w4a8`).
+
+        `run(channel, s_rel, error)` finds the best group scales, and their errors, for one scale a row.
+        """
+        base = self._row_scale(x, 127, "fast", (), ())
+        shape = (x.shape[0], x.shape[1] // group)
+        s_rel, best_rel = np.empty(shape, dtype=np.uint8), np.empty(shape, dtype=np.uint8)
+        error, best_channel = np.empty(shape, dtype=np.float32), np.empty_like(base)
+        least = np.full_like(base, np.inf)
+        for m in search.CHANNEL_MULTIPLES if quality == "best" else (1.0,):
+            multiple = np.float32(m)
+            channel = base * multiple
+            run(channel, s_rel.reshape(-1), error.reshape(-1))
+            w4a8.keep_rows(error, multiple, channel, s_rel, least, best_channel, best_rel)
+        return best_rel, best_channel
+
     def w4a8_encode(self, x: F32, group: int, codebook: F32 | None, quality: Quality) -> tuple[U8, U8, F32]:
         check_w4a8(x, group, codebook)
         x = np.ascontiguousarray(x)
-        channel = self._row_scale(x, 127, "fast", (), ())
-        codes = np.empty((x.shape[0], x.shape[1] // 2), dtype=np.uint8)
-        s_rel = np.empty((x.shape[0], x.shape[1] // group), dtype=np.uint8)
+        groups, per_row = x.reshape(-1, group), x.shape[1] // group
         levels = UNIFORM if codebook is None else np.ascontiguousarray(codebook)
         offsets = _offsets(search.W4A8_OFFSETS if quality == "best" else (0,))
-        w4a8.encode(
-            x.reshape(-1, group),
-            channel,
-            s_rel.shape[1],
-            levels,
-            offsets,
-            LANES,
-            codes.reshape(-1),
-            s_rel.reshape(-1),
-        )
+
+        def run(channel: F32, s_rel: U8, error: F32) -> None:
+            w4a8.search(groups, channel, per_row, levels, np.abs(levels).max(), offsets, s_rel, error)
+
+        s_rel, channel = self._search_channels(x, group, quality, run)
+        codes = np.empty((x.shape[0], x.shape[1] // 2), dtype=np.uint8)
+        w4a8.assign(groups, channel, per_row, levels, s_rel.reshape(-1), codes.reshape(-1))
         return codes, s_rel, channel
 
     def w4a8_decode(
@@ -227,19 +242,13 @@ class CpuBackend:
     def w6a8_encode(self, x: F32, group: int, quality: Quality) -> tuple[U8, U8, F32]:
         check_w4a8(x, group, six_bit=True)
         x = np.ascontiguousarray(x)
-        channel = self._row_scale(x, 127, "fast", (), ())
-        codes = np.empty(x.shape, dtype=np.uint8)
-        s_rel = np.empty((x.shape[0], x.shape[1] // group), dtype=np.uint8)
+        groups, per_row = x.reshape(-1, group), x.shape[1] // group
         offsets = _offsets(search.W6A8_OFFSETS if quality == "best" else (0,))
-        w6a8.encode(
-            x.reshape(-1, group),
-            channel,
-            s_rel.shape[1],
-            offsets,
-            LANES,
-            codes.reshape(-1),
-            s_rel.reshape(-1),
-        )
-        packed = np.empty((x.shape[0], x.shape[1] // 4 * 3), dtype=np.uint8)
-        w6a8.pack(codes, packed)
-        return packed, s_rel, channel
+
+        def run(channel: F32, s_rel: U8, error: F32) -> None:
+            w6a8.search(groups, channel, per_row, offsets, s_rel, error)
+
+        s_rel, channel = self._search_channels(x, group, quality, run)
+        codes = np.empty((x.shape[0], x.shape[1] // 4 * 3), dtype=np.uint8)
+        w6a8.assign(x, self.to_f32(s_rel, "F8_E4M3"), channel, codes)
+        return codes, s_rel, channel

@@ -7,6 +7,8 @@ step leaves the code in the low bits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from qconvert.kernels.cpu.jit import helper
 
@@ -17,23 +19,23 @@ F32, I32, U8 = np.float32, np.int32, np.uint8
 
 
 @helper
-def bits_of(x):  # type: ignore[no-untyped-def]
+def bits_of(x: Any) -> Any:
     return F32(x).view(I32)
 
 
 @helper
-def float_of(bits):  # type: ignore[no-untyped-def]
+def float_of(bits: Any) -> Any:
     return I32(bits).view(F32)
 
 
 @helper
-def magnitude_of(x):  # type: ignore[no-untyped-def]
+def magnitude_of(x: Any) -> Any:
     """|x| by clearing the sign bit."""
     return float_of(bits_of(x) & I32(0x7FFFFFFF))
 
 
 @helper
-def round_clamped(x, limit):  # type: ignore[no-untyped-def]
+def round_clamped(x: Any, limit: Any) -> Any:
     """round_half_even(clamp(x, +-limit)) for an integer limit; never -0.0."""
     y = limit if x > limit else x
     y = -limit if y < -limit else y
@@ -41,7 +43,7 @@ def round_clamped(x, limit):  # type: ignore[no-untyped-def]
 
 
 @helper
-def encode_e4m3(x):  # type: ignore[no-untyped-def]
+def encode_e4m3(x: Any) -> Any:
     """Saturating; NaN becomes 0x7F with its sign."""
     u = bits_of(x)
     magnitude = u & I32(0x7FFFFFFF)
@@ -54,7 +56,7 @@ def encode_e4m3(x):  # type: ignore[no-untyped-def]
 
 
 @helper
-def encode_e5m2(x):  # type: ignore[no-untyped-def]
+def encode_e5m2(x: Any) -> Any:
     """Saturating; NaN becomes 0x7F with its sign."""
     u = bits_of(x)
     magnitude = u & I32(0x7FFFFFFF)
@@ -67,7 +69,7 @@ def encode_e5m2(x):  # type: ignore[no-untyped-def]
 
 
 @helper
-def encode_f16(x):  # type: ignore[no-untyped-def]
+def encode_f16(x: Any) -> Any:
     """Overflow becomes infinity, NaN the quiet NaN with its sign."""
     u = bits_of(x)
     magnitude = u & I32(0x7FFFFFFF)
@@ -80,7 +82,7 @@ def encode_f16(x):  # type: ignore[no-untyped-def]
 
 
 @helper
-def encode_bf16(x):  # type: ignore[no-untyped-def]
+def encode_bf16(x: Any) -> Any:
     """Overflow becomes infinity, NaN the quiet NaN with its sign."""
     u = bits_of(x)
     magnitude = u & I32(0x7FFFFFFF)
@@ -90,7 +92,7 @@ def encode_bf16(x):  # type: ignore[no-untyped-def]
 
 
 @helper
-def decode_e4m3(code):  # type: ignore[no-untyped-def]
+def decode_e4m3(code: Any) -> Any:
     c = I32(code)
     value = float_of((c & I32(0x7F)) << I32(20)) * F32(2.0**120)
     bits = bits_of(value)
@@ -99,7 +101,7 @@ def decode_e4m3(code):  # type: ignore[no-untyped-def]
 
 
 @helper
-def decode_e5m2(code):  # type: ignore[no-untyped-def]
+def decode_e5m2(code: Any) -> Any:
     c = I32(code)
     value = float_of((c & I32(0x7F)) << I32(21)) * F32(2.0**112)
     bits = bits_of(value)
@@ -109,7 +111,7 @@ def decode_e5m2(code):  # type: ignore[no-untyped-def]
 
 
 @helper
-def decode_f16(code):  # type: ignore[no-untyped-def]
+def decode_f16(code: Any) -> Any:
     c = I32(code)
     value = float_of((c & I32(0x7FFF)) << I32(13)) * F32(2.0**112)
     bits = bits_of(value)
@@ -119,7 +121,7 @@ def decode_f16(code):  # type: ignore[no-untyped-def]
 
 
 @helper
-def decode_e8m0(code):  # type: ignore[no-untyped-def]
+def decode_e8m0(code: Any) -> Any:
     """2^(code - 127); 255 is NaN. Code 0 is the subnormal 2^-127."""
     c = I32(code)
     bits = c << I32(23)
@@ -128,13 +130,13 @@ def decode_e8m0(code):  # type: ignore[no-untyped-def]
 
 
 @helper
-def scale_of_code(code):  # type: ignore[no-untyped-def]
+def scale_of_code(code: Any) -> Any:
     """The value of an e4m3 code 0..126, an int32, without the sign and NaN of `decode_e4m3`."""
     return float_of(I32(code) << I32(20)) * F32(2.0**120)
 
 
 @helper
-def encode_e2m1(x):  # type: ignore[no-untyped-def]
+def encode_e2m1(x: Any) -> Any:
     """Code 0..15 as uint8, saturating at 6, the sign kept for zeros."""
     u = bits_of(x)
     a = min(u & I32(0x7FFFFFFF), I32(0x40C00000))  # 6
@@ -145,7 +147,7 @@ def encode_e2m1(x):  # type: ignore[no-untyped-def]
 
 
 @helper
-def decode_e2m1(code):  # type: ignore[no-untyped-def]
+def decode_e2m1(code: Any) -> Any:
     """Value of a code 0..15."""
     c = I32(code)
     m = c & I32(7)
@@ -155,7 +157,7 @@ def decode_e2m1(code):  # type: ignore[no-untyped-def]
 
 
 @helper
-def round_e2m1(y):  # type: ignore[no-untyped-def]
+def round_e2m1(y: Any) -> Any:
     """A magnitude to the nearest of 0 .5 1 1.5 2 3 4 6 (see `reference.round_e2m1`)."""
     v = F32(6.0) if y > F32(6.0) else y
     magic = F32(12582912.0) if v < F32(4.0) else F32(25165824.0)

@@ -25,7 +25,7 @@ F, I = np.float32, np.int32  # noqa: E741
 
 
 @helper
-def _amax_bits(block):  # type: ignore[no-untyped-def]
+def _amax_bits(block: Any) -> Any:
     largest = I(0)
     for c in range(block.size):
         largest = max(largest, bits.bits_of(block[c]) & I(0x7FFFFFFF))
@@ -58,13 +58,13 @@ def decode_mxfp8(q: Any, scales: Any, out: Any) -> None:
 
 
 @helper
-def _e2m1_error(y, inverse, b):  # type: ignore[no-untyped-def]
+def _e2m1_error(y: Any, inverse: Any, b: Any) -> Any:
     d = y - bits.round_e2m1(y * inverse) * b
     return d * d
 
 
 @helper
-def _add_lower_half(sums, half):  # type: ignore[no-untyped-def]
+def _add_lower_half(sums: Any, half: Any) -> Any:
     for c in range(half):
         high, low = sums[c], sums[c + half]
         for lane in range(high.size):
@@ -72,7 +72,7 @@ def _add_lower_half(sums, half):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _search(y, start, offsets, best, least, b, inverse, sums):  # type: ignore[no-untyped-def]
+def _search(y: Any, start: Any, offsets: Any, best: Any, least: Any, b: Any, inverse: Any, sums: Any) -> Any:
     """best [L]: the e4m3 code of each lane's block with the least squared error (see `reference`).
 
     y [16, L]: magnitudes in tensor scales, one block a lane; start [L]: absmax codes; the rest is scratch: least,
@@ -101,7 +101,7 @@ def _search(y, start, offsets, best, least, b, inverse, sums):  # type: ignore[n
 
 
 @helper
-def _absmax_codes(blocks, tensor_scale, code):  # type: ignore[no-untyped-def]
+def _absmax_codes(blocks: Any, tensor_scale: Any, code: Any) -> Any:
     for lane in range(blocks.shape[0]):
         code[lane] = _amax_bits(blocks[lane])
     for lane in range(blocks.shape[0]):
@@ -109,7 +109,7 @@ def _absmax_codes(blocks, tensor_scale, code):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _transpose(blocks, factor, y):  # type: ignore[no-untyped-def]
+def _transpose(blocks: Any, factor: Any, y: Any) -> Any:
     """y [16, L] = |blocks [L, 16]| * factor."""
     for lane in range(blocks.shape[0]):
         block = blocks[lane]
@@ -118,7 +118,7 @@ def _transpose(blocks, factor, y):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _pack_e2m1(values, divisors, codes, packed):  # type: ignore[no-untyped-def]
+def _pack_e2m1(values: Any, divisors: Any, codes: Any, packed: Any) -> Any:
     """packed [m/2] from values [m] over divisors [m]; codes [m]: scratch. A divisor of zero gives codes 0."""
     for i in range(values.size):
         code = bits.encode_e2m1(values[i] / divisors[i])

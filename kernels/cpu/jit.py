@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import CellType, FunctionType
 from typing import Any
@@ -37,12 +38,12 @@ F32, I64, I32 = types.float32, types.int64, types.int32
 
 
 #: Division follows IEEE instead of raising, which would also keep loops from being vectorised.
-_OPTIONS = {"nogil": True, "error_model": "numpy"}
+_njit: Callable[..., Any] = partial(numba.njit, nogil=True, error_model="numpy")
 
 
 def helper(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function that kernels call; LLVM inlines it."""
-    compiled: Callable[..., Any] = numba.njit(**_OPTIONS)(fn)
+    compiled: Callable[..., Any] = _njit(fn)
     return compiled
 
 
@@ -82,9 +83,9 @@ class Kernel:
         )
         keyed.__qualname__, keyed.__module__ = self._fn.__qualname__, self._fn.__module__
         try:
-            compiled: Callable[..., None] = numba.njit(self._signature, cache=True, **_OPTIONS)(keyed)
+            compiled: Callable[..., None] = _njit(self._signature, cache=True)(keyed)
         except RuntimeError:  # No folder can hold a cache: neither the package's nor the user's is writable.
-            compiled = numba.njit(self._signature, **_OPTIONS)(keyed)
+            compiled = _njit(self._signature)(keyed)
         return compiled
 
 

@@ -9,13 +9,13 @@ from qconvert.kernels.cpu.jit import F32, F32_2, OUT_F32_2, helper, kernel
 
 
 @helper
-def _h4(a, b, c, d):  # type: ignore[no-untyped-def]
+def _h4(a: Any, b: Any, c: Any, d: Any) -> Any:
     ab, a_b, cd, c_d = a + b, a - b, c + d, c - d
     return ab + c_d, ab - c_d, a_b + cd, cd - a_b
 
 
 @helper
-def _strides_1_4(x, out):  # type: ignore[no-untyped-def]
+def _strides_1_4(x: Any, out: Any) -> Any:
     """The first two stages of 16 columns, in registers."""
     a0, a1, a2, a3 = _h4(x[0], x[1], x[2], x[3])
     b0, b1, b2, b3 = _h4(x[4], x[5], x[6], x[7])
@@ -32,21 +32,21 @@ def _strides_1_4(x, out):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _stride_16(x, out):  # type: ignore[no-untyped-def]
+def _stride_16(x: Any, out: Any) -> Any:
     """The third stage of 64 columns."""
     for j in range(16):
         out[j], out[16 + j], out[32 + j], out[48 + j] = _h4(x[j], x[16 + j], x[32 + j], x[48 + j])
 
 
 @helper
-def _stride_64(x, out):  # type: ignore[no-untyped-def]
+def _stride_64(x: Any, out: Any) -> Any:
     """The fourth stage of 256 columns."""
     for j in range(64):
         out[j], out[64 + j], out[128 + j], out[192 + j] = _h4(x[j], x[64 + j], x[128 + j], x[192 + j])
 
 
 @helper
-def _stride(a, b, c, d):  # type: ignore[no-untyped-def]
+def _stride(a: Any, b: Any, c: Any, d: Any) -> Any:
     """A later stage in place, on four runs of its stride."""
     for j in range(a.size):
         a[j], b[j], c[j], d[j] = _h4(a[j], b[j], c[j], d[j])

@@ -102,8 +102,9 @@ def decode_w4a4(codes: Any, scale: Any, out: Any) -> None:
 
 
 @helper
-def _halving_tree(acc):  # type: ignore[no-untyped-def]
-    width = LANES // 2
+def halving_tree(acc: Any) -> Any:
+    """The sum of a power of two of running sums, halves added to halves; acc is overwritten."""
+    width = acc.size // 2
     while width > 0:
         for lane in range(width):
             acc[lane] += acc[width + lane]
@@ -112,7 +113,7 @@ def _halving_tree(acc):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _clip_error(padded, acc, scale, factor, levels):  # type: ignore[no-untyped-def]
+def _clip_error(padded: Any, acc: Any, scale: Any, factor: Any, levels: Any) -> Any:
     """Squared error of a row [n, LANES] rounded in steps of scale*factor, in units of scale."""
     inverse = np.float32(1.0) / (scale * factor)
     acc[:] = np.float32(0.0)
@@ -122,7 +123,7 @@ def _clip_error(padded, acc, scale, factor, levels):  # type: ignore[no-untyped-
             u = part[lane] * inverse
             d = u - bits.round_clamped(u, levels)
             acc[lane] += d * d
-    return _halving_tree(acc) * (factor * factor)
+    return halving_tree(acc) * (factor * factor)
 
 
 @kernel(F32_2, F32, F32, F32_1, F32_1, F32, OUT_F32_1)

@@ -12,23 +12,31 @@ from typing import Any
 import numpy as np
 from qconvert.kernels.cpu import bits
 from qconvert.kernels.cpu.jit import (
+    F32,
     F32_1,
     F32_2,
     I32_1,
     I64,
+    OUT_F32_1,
     OUT_F32_2,
     OUT_U8_1,
+    OUT_U8_2,
+    U8_1,
     U8_2,
     helper,
     kernel,
 )
-from qconvert.kernels.search import BLOCK_LANES
+from qconvert.kernels.cpu.rows import halving_tree
+from qconvert.kernels.search import BLOCK_LANES, ROW_LANES
 
 F, I = np.float32, np.int32  # noqa: E741
+#: Groups side by side: enough to hide loop overhead, scratch still in the first-level cache. A constant, so that
+#: the sixteen levels of a lane lie at known distances and need no overlap checks.
+LANES = 128
 
 
 @helper
-def transpose_groups(x, first, last, s_channel, per_row, y):  # type: ignore[no-untyped-def]
+def transpose_groups(x: Any, first: Any, last: Any, s_channel: Any, per_row: Any, y: Any) -> Any:
     """y [G, L]: groups first..last of x [n, G] in channel scales; the scale of group i is s_channel[i // per_row]."""
     for lane in range(last - first):
         group, scale = x[first + lane], s_channel[(first + lane) // per_row]
@@ -37,7 +45,7 @@ def transpose_groups(x, first, last, s_channel, per_row, y):  # type: ignore[no-
 
 
 @helper
-def absmax_codes(y, largest_level, start, amax):  # type: ignore[no-untyped-def]
+def absmax_codes(y: Any, largest_level: Any, start: Any, amax: Any) -> Any:
     """start [L]: e4m3 codes of max|y| / largest_level."""
     for lane in range(amax.size):
         amax[lane] = F(0.0)
@@ -50,7 +58,7 @@ def absmax_codes(y, largest_level, start, amax):  # type: ignore[no-untyped-def]
 
 
 @helper
-def sum_squares(distance, column, sums):  # type: ignore[no-untyped-def]
+def sum_squares(distance: Any, column: Any, sums: Any) -> Any:
     """Add distance^2 of a column to its running sum (`reference.lane_sum`)."""
     acc = sums[column % BLOCK_LANES]
     if column < BLOCK_LANES:
@@ -62,7 +70,7 @@ def sum_squares(distance, column, sums):  # type: ignore[no-untyped-def]
 
 
 @helper
-def keep_least(sums, candidate, least, best):  # type: ignore[no-untyped-def]
+def keep_least(sums: Any, candidate: Any, least: Any, best: Any) -> Any:
     """Halves of sums [P, L] added to halves, then the lanes that improve keep their candidate."""
     half = sums.shape[0] // 2
     while half > 0:
@@ -79,86 +87,115 @@ def keep_least(sums, candidate, least, best):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _grid(levels, scale, grid):  # type: ignore[no-untyped-def]
-    """grid [16, L]: round(level * scale) clamped to +-127."""
+def _fill_grid(levels: Any, scale: Any, grid: Any) -> Any:
+    """grid [16*L], level by level: round(level * scale) clamped to +-127."""
     for j in range(levels.size):
-        level, row = levels[j], grid[j]
-        for lane in range(scale.size):
+        level, row = levels[j], grid[j * LANES : (j + 1) * LANES]
+        for lane in range(LANES):
             row[lane] = bits.round_clamped(level * scale[lane], F(127.0))
 
 
 @helper
-def _nearest_of_4(target, previous, y, g0, g1, g2, g3):  # type: ignore[no-untyped-def]
-    """target = min(previous, |y - g0|, ...). Two arrays: updating one in place becomes slow masked stores."""
-    for lane in range(target.size):
+def _nearest(distance: Any, y: Any, grid: Any) -> Any:
+    """distance [L]: to the nearest of the sixteen grid values of the lane."""
+    for lane in range(LANES):
         v = y[lane]
-        d = min(bits.magnitude_of(v - g0[lane]), bits.magnitude_of(v - g1[lane]))
-        e = min(bits.magnitude_of(v - g2[lane]), bits.magnitude_of(v - g3[lane]))
-        target[lane] = min(previous[lane], min(d, e))
+        d = bits.magnitude_of(v - grid[lane])
+        for j in range(1, 16):
+            d = min(d, bits.magnitude_of(v - grid[j * LANES + lane]))
+        distance[lane] = d
 
 
 @helper
-def _count_above_4(count, y, m0, m1, m2, m3):  # type: ignore[no-untyped-def]
-    for lane in range(count.size):
+def _count_above(index: Any, y: Any, middles: Any) -> Any:
+    """index [L]: how many of the fifteen middles of the lane lie below y."""
+    for lane in range(LANES):
         v = y[lane]
-        low = I(v > m0[lane]) + I(v > m1[lane])
-        count[lane] += low + (I(v > m2[lane]) + I(v > m3[lane]))
+        n = I(0)
+        for j in range(15):
+            n += I(v > middles[j * LANES + lane])
+        index[lane] = n
 
 
-@kernel(F32_2, F32_1, I64, F32_1, I32_1, I64, OUT_U8_1, OUT_U8_1)
-def encode(
-    x: Any, s_channel: Any, per_row: Any, levels: Any, offsets: Any, lanes: Any, out: Any, s_rel: Any
+@kernel(F32_2, F32_1, I64, F32_1, F32, I32_1, OUT_U8_1, OUT_F32_1)
+def search(
+    x: Any,
+    s_channel: Any,
+    per_row: Any,
+    levels: Any,
+    largest_level: Any,
+    offsets: Any,
+    s_rel: Any,
+    error: Any,
 ) -> None:
-    """x [n, G] (per_row groups a row), levels [16] -> out [n*G/2], s_rel [n]; see `reference_w4a8.w4a8_encode`."""
+    """x [n, G] (per_row groups a row), levels [16] -> s_rel [n] and the squared error in channel scales [n]."""
     count, width = x.shape
-    largest_level = F(0.0)
-    for j in range(levels.size):
-        largest_level = max(largest_level, bits.magnitude_of(levels[j]))
-    y, grid = np.zeros((width, lanes), np.float32), np.empty((16, lanes), np.float32)
-    sums = np.empty((min(width, BLOCK_LANES), lanes), np.float32)
-    start, candidate, best = np.zeros(lanes, np.int32), np.zeros(lanes, np.int32), np.zeros(lanes, np.int32)
-    scale, least, work = np.empty(lanes, np.float32), np.empty(lanes, np.float32), np.empty(lanes, np.float32)
-    other, far = np.empty(lanes, np.float32), np.full(lanes, np.inf, np.float32)
-    index, codes = np.empty(lanes, np.int32), np.empty(lanes * width, np.uint8)
-    pairs = codes.view(np.uint16)
-    for first in range(0, count, lanes):
-        last = min(first + lanes, count)
+    y, grid = np.zeros((width, LANES), np.float32), np.empty(16 * LANES, np.float32)
+    sums = np.empty((min(width, BLOCK_LANES), LANES), np.float32)
+    start, candidate, best = np.zeros(LANES, np.int32), np.zeros(LANES, np.int32), np.zeros(LANES, np.int32)
+    scale, least, work = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    for first in range(0, count, LANES):
+        last = min(first + LANES, count)
         transpose_groups(x, first, last, s_channel, per_row, y)
         absmax_codes(y, largest_level, start, work)
-        for lane in range(lanes):
+        for lane in range(LANES):
             least[lane] = F(np.inf)
         for k in range(offsets.size):
             offset = offsets[k]
-            for lane in range(lanes):
+            for lane in range(LANES):
                 candidate[lane] = min(max(start[lane] + offset, I(0)), I(126))
                 scale[lane] = bits.scale_of_code(candidate[lane])
-            _grid(levels, scale, grid)
+            _fill_grid(levels, scale, grid)
             for c in range(width):
-                row = y[c]
-                _nearest_of_4(work, far, row, grid[0], grid[1], grid[2], grid[3])
-                _nearest_of_4(other, work, row, grid[4], grid[5], grid[6], grid[7])
-                _nearest_of_4(work, other, row, grid[8], grid[9], grid[10], grid[11])
-                _nearest_of_4(other, work, row, grid[12], grid[13], grid[14], grid[15])
-                sum_squares(other, c, sums)
+                _nearest(work, y[c], grid)
+                sum_squares(work, c, sums)
             keep_least(sums, candidate, least, best)
-        for lane in range(lanes):
-            scale[lane] = bits.scale_of_code(best[lane])
-        _grid(levels, scale, grid)
-        for j in range(15):
-            low, high = grid[j], grid[j + 1]
-            for lane in range(lanes):
-                low[lane] = (low[lane] + high[lane]) * F(0.5)
-        for lane in range(lanes):
-            grid[15, lane] = F(np.inf)
-        for c in range(width):
-            for lane in range(lanes):
-                index[lane] = I(0)
-            for j in range(0, 16, 4):
-                _count_above_4(index, y[c], grid[j], grid[j + 1], grid[j + 2], grid[j + 3])
-            for lane in range(lanes):
-                codes[lane * width + c] = np.uint8(index[lane])
         for lane in range(last - first):
             s_rel[first + lane] = np.uint8(best[lane])
+            error[first + lane] = least[lane]
+
+
+@kernel(F32_2, F32, F32_1, U8_2, OUT_F32_1, OUT_F32_1, OUT_U8_2)
+def keep_rows(
+    error: Any, multiple: Any, channel: Any, s_rel: Any, least: Any, best_channel: Any, best_rel: Any
+) -> None:
+    """Rows whose group errors [R, n] add up to less than `least` [R] keep this multiple of the channel scale."""
+    acc = np.empty(ROW_LANES, np.float32)
+    for r in range(error.shape[0]):
+        for lane in range(ROW_LANES):
+            acc[lane] = F(0.0)
+        row = error[r]
+        for first in range(0, row.size, ROW_LANES):
+            part = row[first : first + ROW_LANES]
+            for lane in range(part.size):
+                acc[lane] += part[lane]
+        total = halving_tree(acc) * (multiple * multiple)
+        if total < least[r]:
+            least[r], best_channel[r] = total, channel[r]
+            for g in range(row.size):
+                best_rel[r, g] = s_rel[r, g]
+
+
+@kernel(F32_2, F32_1, I64, F32_1, U8_1, OUT_U8_1)
+def assign(x: Any, s_channel: Any, per_row: Any, levels: Any, s_rel: Any, out: Any) -> None:
+    """out [n*G/2]: codes of the nearest grid values, the lower code on a tie, even column in the low nibble."""
+    count, width = x.shape
+    y, grid = np.zeros((width, LANES), np.float32), np.empty(16 * LANES, np.float32)
+    scale, index = np.zeros(LANES, np.float32), np.empty(LANES, np.int32)
+    codes = np.empty(LANES * width, np.uint8)
+    pairs = codes.view(np.uint16)
+    for first in range(0, count, LANES):
+        last = min(first + LANES, count)
+        transpose_groups(x, first, last, s_channel, per_row, y)
+        for lane in range(last - first):
+            scale[lane] = bits.scale_of_code(I(s_rel[first + lane]))
+        _fill_grid(levels, scale, grid)
+        for i in range(15 * LANES):
+            grid[i] = (grid[i] + grid[i + LANES]) * F(0.5)
+        for c in range(width):
+            _count_above(index, y[c], grid)
+            for lane in range(LANES):
+                codes[lane * width + c] = np.uint8(index[lane])
         packed = out[first * width // 2 : last * width // 2]
         for i in range(packed.size):
             # Little endian: the even column is the low byte.

@@ -11,6 +11,7 @@ from qconvert.kernels.cpu.jit import (
     F32_2,
     I32_1,
     I64,
+    OUT_F32_1,
     OUT_F32_2,
     OUT_U8_1,
     OUT_U8_2,
@@ -18,31 +19,31 @@ from qconvert.kernels.cpu.jit import (
     helper,
     kernel,
 )
-from qconvert.kernels.cpu.w4a8 import absmax_codes, keep_least, sum_squares, transpose_groups
+from qconvert.kernels.cpu.w4a8 import LANES, absmax_codes, keep_least, sum_squares, transpose_groups
 from qconvert.kernels.search import BLOCK_LANES
 
 F, I = np.float32, np.int32  # noqa: E741
 
 
 @helper
-def _clamp_level(level):  # type: ignore[no-untyped-def]
+def _clamp_level(level: Any) -> Any:
     return min(max(level, F(-31.0)), F(31.0))
 
 
 @helper
-def _distance(y, level, scale):  # type: ignore[no-untyped-def]
+def _distance(y: Any, level: Any, scale: Any) -> Any:
     return bits.magnitude_of(y - bits.round_clamped(level * scale, F(127.0)))
 
 
 @helper
-def _middle(y, scale):  # type: ignore[no-untyped-def]
+def _middle(y: Any, scale: Any) -> Any:
     """The level at y, unclamped; a scale of zero has only the grid value 0, any level does."""
     ratio = y / (F(1.0) if scale == F(0.0) else scale)
     return (ratio + bits.MAGIC) - bits.MAGIC
 
 
 @helper
-def _least_distance(y, scale):  # type: ignore[no-untyped-def]
+def _least_distance(y: Any, scale: Any) -> Any:
     middle = _middle(y, scale)
     below = _distance(y, _clamp_level(middle - F(1.0)), scale)
     at = _distance(y, _clamp_level(middle), scale)
@@ -51,7 +52,7 @@ def _least_distance(y, scale):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _nearest_level(y, scale):  # type: ignore[no-untyped-def]
+def _nearest_level(y: Any, scale: Any) -> Any:
     """The lower level wins a tie."""
     middle = _middle(y, scale)
     level = _clamp_level(middle - F(1.0))
@@ -64,57 +65,63 @@ def _nearest_level(y, scale):  # type: ignore[no-untyped-def]
     return level
 
 
-@kernel(F32_2, F32_1, I64, I32_1, I64, OUT_U8_1, OUT_U8_1)
-def encode(x: Any, s_channel: Any, per_row: Any, offsets: Any, lanes: Any, out: Any, s_rel: Any) -> None:
-    """x [n, G] (per_row groups a row) -> out [n*G] codes 1..63, s_rel [n]; see `reference_w4a8.w6a8_encode`."""
+@kernel(F32_2, F32_1, I64, I32_1, OUT_U8_1, OUT_F32_1)
+def search(x: Any, s_channel: Any, per_row: Any, offsets: Any, s_rel: Any, error: Any) -> None:
+    """x [n, G] (per_row groups a row) -> s_rel [n] and the squared error in channel scales [n]."""
     count, width = x.shape
-    y, sums = np.zeros((width, lanes), np.float32), np.empty((BLOCK_LANES, lanes), np.float32)
-    start, candidate, best = np.zeros(lanes, np.int32), np.zeros(lanes, np.int32), np.zeros(lanes, np.int32)
-    scale, least, work = np.empty(lanes, np.float32), np.empty(lanes, np.float32), np.empty(lanes, np.float32)
-    for first in range(0, count, lanes):
-        last = min(first + lanes, count)
+    y, sums = np.zeros((width, LANES), np.float32), np.empty((BLOCK_LANES, LANES), np.float32)
+    start, candidate, best = np.zeros(LANES, np.int32), np.zeros(LANES, np.int32), np.zeros(LANES, np.int32)
+    scale, least, work = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    for first in range(0, count, LANES):
+        last = min(first + LANES, count)
         transpose_groups(x, first, last, s_channel, per_row, y)
         absmax_codes(y, F(31.0), start, work)
-        for lane in range(lanes):
+        for lane in range(LANES):
             least[lane] = F(np.inf)
         for k in range(offsets.size):
             offset = offsets[k]
-            for lane in range(lanes):
+            for lane in range(LANES):
                 candidate[lane] = min(max(start[lane] + offset, I(0)), I(126))
                 scale[lane] = bits.scale_of_code(candidate[lane])
             for c in range(width):
                 row = y[c]
-                for lane in range(lanes):
+                for lane in range(LANES):
                     work[lane] = _least_distance(row[lane], scale[lane])
                 sum_squares(work, c, sums)
             keep_least(sums, candidate, least, best)
         for lane in range(last - first):
-            scale[lane] = bits.scale_of_code(best[lane])
             s_rel[first + lane] = np.uint8(best[lane])
-        for c in range(width):
-            row = y[c]
-            for lane in range(last - first):
-                level = _nearest_level(row[lane], scale[lane])
-                out[(first + lane) * width + c] = np.uint8(I(level) + I(32))
+            error[first + lane] = least[lane]
 
 
-@kernel(U8_2, OUT_U8_2)
-def pack(codes: Any, out: Any) -> None:
-    """codes [R, K] -> out [R, 3K/4]: low nibbles of pairs, then the top two bits of four columns a byte."""
+@kernel(F32_2, F32_2, F32_1, OUT_U8_2)
+def assign(x: Any, s_rel: Any, s_channel: Any, out: Any) -> None:
+    """x [R, K], s_rel values [R, K/G] -> packed codes [R, 3K/4].
+
+    K/2 bytes of low nibbles, even column low, then K/4 bytes of the top two bits of four columns.
+    """
+    rows, cols = x.shape
+    group = cols // s_rel.shape[1]
+    codes = np.empty(cols, np.uint8)
     low, two = np.uint8(15), np.uint8(3)
-    for r in range(codes.shape[0]):
-        row, quarter = codes[r], codes.shape[1] // 4
-        nibbles, tops = out[r, : 2 * quarter], out[r, 2 * quarter :]
+    for r in range(rows):
+        row, channel = x[r], s_channel[r]
+        for g in range(s_rel.shape[1]):
+            scale, run, target = (
+                s_rel[r, g],
+                row[g * group : (g + 1) * group],
+                codes[g * group : (g + 1) * group],
+            )
+            for c in range(group):
+                target[c] = np.uint8(I(_nearest_level(run[c] / channel, scale)) + I(32))
+        nibbles, tops = out[r, : cols // 2], out[r, cols // 2 :]
         for c in range(nibbles.size):
-            nibbles[c] = (row[2 * c] & low) | ((row[2 * c + 1] & low) << np.uint8(4))
-        for c in range(quarter):
-            pair = ((row[4 * c] >> np.uint8(4)) & two) | (
-                ((row[4 * c + 1] >> np.uint8(4)) & two) << np.uint8(2)
-            )
-            other = ((row[4 * c + 2] >> np.uint8(4)) & two) | (
-                ((row[4 * c + 3] >> np.uint8(4)) & two) << np.uint8(2)
-            )
-            tops[c] = pair | (other << np.uint8(4))
+            nibbles[c] = (codes[2 * c] & low) | ((codes[2 * c + 1] & low) << np.uint8(4))
+        for c in range(tops.size):
+            byte = (codes[4 * c] >> np.uint8(4)) & two
+            byte |= ((codes[4 * c + 1] >> np.uint8(4)) & two) << np.uint8(2)
+            byte |= ((codes[4 * c + 2] >> np.uint8(4)) & two) << np.uint8(4)
+            tops[c] = np.uint8(byte | (((codes[4 * c + 3] >> np.uint8(4)) & two) << np.uint8(6)))
 
 
 @kernel(U8_2, F32_2, F32_1, OUT_F32_2)
