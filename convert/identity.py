@@ -59,7 +59,6 @@ def job_digest(laid: Layout, checkpoint: Checkpoint) -> str:
     """
     state = hashlib.sha256(laid.prefix)
     state.update(checkpoint.digest().encode())
-    for file in checkpoint.files:
-        facts = file.stat()
-        state.update(f"{facts.st_size}:{facts.st_mtime_ns};".encode())
+    for version in checkpoint.state():
+        state.update(f"{version};".encode())
     return state.hexdigest()

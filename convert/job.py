@@ -204,7 +204,7 @@ def execute_plan(
             raise UsageError("the source's own folder", file=str(path.parent), hint="name another one")
     writer = ShardWriter(plan, laid, path, request.shard_size)
     for name, _, _ in writer.parts:
-        refuse_same_file(checkpoint.files, path.parent / name)
+        refuse_same_file(checkpoint.local_files, path.parent / name)
     backend = get_backend(request.backend)
     with ExitStack() as stack:
         beside = stack.enter_context(Sidecars(path.parent, sidecars | writer.index, force=request.force))
@@ -214,7 +214,7 @@ def execute_plan(
             lambda part: job_digest(part, checkpoint),
             force=request.force,
             resume=request.resume,
-            mode_of=checkpoint.files[0],
+            mode_of=next(iter(checkpoint.local_files), None),
         )
 
         def executor(part: Layout, out: OutputFile) -> Executor:

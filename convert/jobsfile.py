@@ -23,7 +23,7 @@ from typing import Any
 
 from qconvert.convert.command import DTYPES, make_request
 from qconvert.convert.job import Request, default_output
-from qconvert.formats.checkpoint import SUFFIXES
+from qconvert.formats.containers import SUFFIXES
 from qconvert.formats.errors import UsageError
 from qconvert.runtime.targets import get_target
 

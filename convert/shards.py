@@ -94,7 +94,7 @@ class ShardWriter:
         *,
         force: bool,
         resume: bool,
-        mode_of: Path,
+        mode_of: Path | None,
     ) -> list[OutputFile]:
         """All files at once, so that space and names are checked before anything is computed."""
         return [

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from qconvert.formats import gguf_container
 from qconvert.formats.header import MAX_HEADER_BYTES, Header, read_header
+from qconvert.formats.remote import Place
 
 #: What a folder is searched for, in this order.
 SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
@@ -13,7 +12,7 @@ SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 
 
-def read_container(path: Path, index: int = 0) -> Header:
+def read_container(path: Place, index: int = 0) -> Header:
     """Names, types, shapes and offsets of a file's tensors. `index` is the file's number in its checkpoint.
 
     Raises HeaderError for a file that is none of the known containers, or one that cannot be trusted.

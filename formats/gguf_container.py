@@ -14,13 +14,13 @@ import os
 import struct
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from qconvert.formats.dtypes import nbytes
 from qconvert.formats.errors import HeaderError
 from qconvert.formats.gguf_blocks import TYPES
 from qconvert.formats.header import MAX_HEADER_BYTES, Header
+from qconvert.formats.remote import Place
 from qconvert.formats.tensors import TensorSpec
 
 MAGIC = b"GGUF"
@@ -92,11 +92,12 @@ class _Cursor:
         return None
 
 
-def read_gguf(path: Path, index: int = 0) -> Header:
+def read_gguf(path: Place, index: int = 0) -> Header:
     """Parse and validate the header of a GGUF file; reads no payload. Raises HeaderError."""
     try:
         with path.open("rb") as handle:
-            size = os.fstat(handle.fileno()).st_size
+            size = handle.seek(0, os.SEEK_END)
+            handle.seek(0)
             return _read(_Cursor(handle, str(path), size), index)
     except OSError as error:
         raise HeaderError(f"cannot be read: {error.strerror or error}", file=str(path)) from None

@@ -12,12 +12,12 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from qconvert.formats.dtypes import nbytes
 from qconvert.formats.errors import HeaderError, QConvertError
 from qconvert.formats.header import Header
+from qconvert.formats.remote import Place
 from qconvert.formats.tensors import TensorSpec
 
 #: Where trainers keep the model, the first that is there.
@@ -30,7 +30,7 @@ _NAMES = {
 _RESAVE = "save it again with safetensors"
 
 
-def read_pickle(path: Path, index: int = 0) -> Header:
+def read_pickle(path: Place, index: int = 0) -> Header:
     """The tensors of a torch.save file. Raises HeaderError for what is refused, QConvertError without torch."""
     name = str(path)
     stored = _directory(path)
@@ -71,10 +71,10 @@ def read_pickle(path: Path, index: int = 0) -> Header:
     return Header(tuple(specs), {}, 0, size, raw)
 
 
-def _directory(path: Path) -> list[tuple[int, int]]:
+def _directory(path: Place) -> list[tuple[int, int]]:
     """Byte ranges of the archive's entries; refuses what is no archive, and compressed entries."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with path.open("rb") as handle, zipfile.ZipFile(handle) as archive:
             entries = archive.infolist()
             order = [archive.read(entry) for entry in entries if entry.filename.endswith("/byteorder")]
     except (zipfile.BadZipFile, OSError, NotImplementedError):
@@ -95,7 +95,7 @@ def _directory(path: Path) -> list[tuple[int, int]]:
     ]
 
 
-def _load(path: Path) -> Any:
+def _load(path: Place) -> Any:
     try:
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -104,8 +104,8 @@ def _load(path: Path) -> Any:
             "torch files are read with torch", file=str(path), hint="pip install torch"
         ) from None
     try:
-        with FakeTensorMode():
-            return torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as handle, FakeTensorMode():
+            return torch.load(handle, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises what the pickle made it raise
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"it names {named[1]}, which is no tensor" if named else _first_sentence(error)
