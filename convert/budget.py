@@ -227,7 +227,7 @@ def _parameters(action: Action) -> int:
 
 def _kept_bytes(action: Action) -> int:
     """A layer that is not quantised: as it lies in the source, or decoded to two bytes a weight."""
-    return 2 * _parameters(action) if action.layer.quantised else action.layer.nbytes
+    return 2 * _parameters(action) if action.layer.quantised else action.layer.tensors["weight"].nbytes
 
 
 def _group(names: tuple[str, ...], actions: Mapping[str, Action], table: Mapping[str, list[Choice]]) -> Group:

@@ -1,0 +1,243 @@
+"""Calibration: sequential rounding against its definition, outputs on held-out inputs, files that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from qconvert.convert.calibration import Calibration
+from qconvert.convert.job import Outcome, Request, run_job
+from qconvert.formats.calibrated import Moments, encode_calibrated
+from qconvert.formats.checkpoint import opened
+from qconvert.formats.errors import QConvertError, UsageError
+from qconvert.formats.layers import take_inventory
+from qconvert.formats.reader import LayerReader
+from qconvert.formats.registry import codec as get_codec
+from qconvert.formats.values import decode_rows
+from qconvert.kernels.gptq import gptq_factor, gptq_round
+from qconvert.kernels.select import get_backend
+from qconvert.kernels.weighted import nvfp4_scale, row_scale
+from qconvert.runtime.calibration_record import write_calibration
+
+K = 256
+FORMATS = {
+    "nvfp4": {"nibbles": "high", "scales": "swizzled", "rotation": 0},
+    "w4a4": {"rotation": 256, "linear_dtype": "int4"},
+    "int8": {"scale": "row", "rotation": 0},
+    "w4a8": {
+        "bits": 4, "group": 16, "codebook": True, "correction": False, "grid": True,
+        "signed": False, "srel_dtype": "F8_E4M3", "source": "weight_s_rel", "rotation": 256,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def backend() -> Any:
+    return get_backend("cpu")
+
+
+def correlated(rng: np.random.Generator, rows: int, mix: np.ndarray) -> np.ndarray:
+    """Inputs with a few strong directions, as real layers have them."""
+    return (rng.standard_normal((rows, mix.shape[0])) @ mix).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def layer() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(5)
+    mix = rng.standard_normal((K, K)) * np.geomspace(3, 0.05, K)[:, None]
+    return {
+        "w": (rng.standard_normal((128, K)) * 0.02).astype(np.float32),
+        "seen": correlated(rng, 2000, mix),
+        "unseen": correlated(rng, 500, mix),
+    }
+
+
+def output_error(d: np.ndarray, x: np.ndarray) -> float:
+    return float(((x.astype(np.float64) @ d.T.astype(np.float64)) ** 2).sum())
+
+
+def test_factor_is_the_triangle_of_the_damped_inverse(layer: Any) -> None:
+    h = layer["seen"][:, :150].T @ layer["seen"][:, :150] / 2000
+    u = gptq_factor(h, damping=0.01).astype(np.float64)
+    damped = h + 0.01 * np.diag(h).mean() * np.eye(150)
+    assert np.allclose(u, np.triu(u))
+    assert np.allclose(u.T @ u @ damped, np.eye(150), atol=2e-3)
+
+
+def test_rounding_carries_the_error_into_the_next_column() -> None:
+    # 0.4 becomes 0; at correlation 0.9 the second column should be 0.4 + 0.9 * 0.4 = 0.76 and becomes 1, not 0.
+    h = np.array([[1, 0.9], [0.9, 1]], np.float32)
+    seen: list[float] = []
+
+    def rounded(column: int, window: np.ndarray) -> np.ndarray:
+        seen.append(float(window[0][0]))
+        return np.rint(window[0])
+
+    out = gptq_round(np.array([[0.4, 0.4]], np.float32), gptq_factor(h, damping=1e-6), rounded)
+    assert out.tolist() == [[0.0, 1.0]]
+    assert seen == pytest.approx([0.4, 0.76], abs=1e-4)
+
+
+def test_blocks_do_not_change_the_result(layer: Any) -> None:
+    u = gptq_factor(layer["seen"].T @ layer["seen"])
+    x = layer["w"] * 300
+    one, many = (gptq_round(x, u, lambda c, window: np.rint(window[0]), block) for block in (K, 16))
+    # Sums in another order may tip a value that lies between two integers, which moves what follows in its row.
+    assert (one != many).any(axis=1).mean() < 0.1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_outputs_are_closer_on_inputs_not_seen(name: str, layer: Any, backend: Any) -> None:
+    codec, options = get_codec(name), FORMATS[name]
+    group = codec.rotation(options)
+    turn = (lambda a: backend.rotate(np.ascontiguousarray(a), group)) if group else (lambda a: a)
+    x = turn(layer["w"])
+    statistic = {"none": None, "amax": backend.amax(x), "sample": x}[codec.statistic(options)]
+    common = codec.prepare(statistic, options, backend, "best")
+    plain = codec.encode(x, common, options, backend, "best")
+    moments = Moments.of(layer["seen"].T @ layer["seen"] / 2000, group, backend)
+    known = encode_calibrated(codec, x, common, options, backend, "best", moments)
+    assert {k: (v.dtype, v.shape) for k, v in known.items()} == {
+        k: (v.dtype, v.shape) for k, v in plain.items()
+    }
+    errors = [
+        output_error(layer["w"] - turn(codec.decode(codes, options, backend)), layer["unseen"])
+        for codes in (plain, known)
+    ]
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_diagonal_moments_move_the_scales(layer: Any, backend: Any) -> None:
+    d = np.geomspace(100, 0.01, K).astype(np.float32)
+    np.random.default_rng(0).shuffle(d)
+    codec, options = get_codec("nvfp4"), FORMATS["nvfp4"]
+    common = codec.prepare(backend.amax(layer["w"]), options, backend, "best")
+    plain = codec.encode(layer["w"], common, options, backend, "best")
+    known = encode_calibrated(codec, layer["w"], common, options, backend, "best", Moments.of(d, 0, backend))
+    errors = [
+        float(((layer["w"] - codec.decode(c, options, backend)) ** 2 @ d).sum()) for c in (plain, known)
+    ]
+    assert errors[1] < 0.95 * errors[0]
+
+
+def test_equal_weights_search_as_without(layer: Any, backend: Any) -> None:
+    w, even = layer["w"], np.ones(K, np.float32)
+    _, scale = backend.w4a4_encode(w, "best")
+    assert (row_scale(w, even, 7) == scale).mean() > 0.95
+    t = backend.nvfp4_tensor_scale(backend.amax(w))
+    _, scales = backend.nvfp4_encode(w, t, "best")
+    assert (nvfp4_scale(w[:, :16], even[:16], t) == scales[:, 0]).mean() > 0.95
+
+
+def test_moments_are_rotated_with_the_weight(backend: Any) -> None:
+    rng = np.random.default_rng(2)
+    h4 = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]) / 2
+    r = np.kron(np.eye(2), np.kron(h4, h4))
+    d = rng.random(32).astype(np.float32) + 0.1
+    turned = r @ np.diag(d) @ r.T
+    assert np.allclose(Moments.of(d, 16, backend).diagonal, np.diag(turned) / d.mean(), atol=1e-5)
+    full = Moments.of(np.diag(d), 16, backend)
+    assert full.factor is not None
+    assert np.allclose(full.factor, gptq_factor(turned.astype(np.float32)), atol=1e-4)
+
+
+# ---- files
+
+
+@pytest.fixture
+def model_file(tmp_path: Path, layer: Any) -> Path:
+    path = tmp_path / "source.safetensors"
+    write_calibration(path, {"blocks.0.fc.weight": layer["w"], "blocks.1.fc.weight": -layer["w"]})
+    return path
+
+
+def convert(model_file: Path, calibration: Path | None, name: str, **more: Any) -> tuple[Outcome, Path]:
+    out = model_file.parent / name
+    with opened(model_file) as checkpoint:
+        request = Request(model_file, "comfy_nvfp4", output=out, calibration=calibration, **more)
+        return run_job(request, checkpoint), out
+
+
+def read(path: Path, layer: str, backend: Any) -> np.ndarray:
+    with opened(path) as checkpoint:
+        found = take_inventory(checkpoint).layers[layer]
+        return decode_rows(found, LayerReader(checkpoint, found), 0, found.n, backend)
+
+
+def test_conversion_with_a_file(model_file: Path, layer: Any, backend: Any, tmp_path: Path) -> None:
+    moments, inputs = tmp_path / "m.safetensors", tmp_path / "i.safetensors"
+    write_calibration(
+        moments, {"blocks.0.fc.second_moment": layer["seen"].T @ layer["seen"] / np.float32(2000)}
+    )
+    write_calibration(inputs, {"blocks.0.fc.inputs": layer["seen"]})
+    convert(model_file, None, "plain.safetensors")
+    outcome, known = convert(model_file, moments, "known.safetensors")
+    assert any(note.startswith("calibration: 1 layers") for note in outcome.plan.notes)
+    plain = read(tmp_path / "plain.safetensors", "blocks.0.fc", backend)
+    better = read(known, "blocks.0.fc", backend)
+    before, after = (output_error(layer["w"] - y, layer["unseen"]) for y in (plain, better))
+    assert after < 0.7 * before
+    # A layer that the file does not name is encoded as ever, to the same bytes.
+    other = [read(p, "blocks.1.fc", backend) for p in (tmp_path / "plain.safetensors", known)]
+    assert np.array_equal(*other)
+    _, sampled = convert(model_file, inputs, "sampled.safetensors")
+    assert np.array_equal(read(sampled, "blocks.0.fc", backend), better)
+    with opened(known) as checkpoint, opened(moments) as file:
+        digest = checkpoint.metadata["qconvert_calibration"]
+        assert len(digest) == 64 and file.nbytes > 0
+        assert "plan_sha256" in json.loads(checkpoint.metadata["qconvert"])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "words"),
+    [
+        ({"blocks.0.fc.second_moment": np.ones((K, K - 1), np.float32)}, QConvertError, "does not fit"),
+        ({"blocks.0.fc.inputs": np.ones(K, np.float32)}, QConvertError, "does not fit"),
+        ({"elsewhere.second_moment": np.ones(K, np.float32)}, UsageError, "none of the source's layers"),
+        ({"blocks.0.fc.weight": np.ones(K, np.float32)}, UsageError, "holds neither"),
+        ({"blocks.0.fc.second_moment": np.full((K, K), np.nan, np.float32)}, QConvertError, "NaN"),
+        ({"blocks.0.fc.second_moment": np.zeros((K, K), np.float32)}, QConvertError, "all zero"),
+        (
+            {"blocks.0.fc.second_moment": -np.eye(K, dtype=np.float32) + 2 * np.diag(np.arange(K) % 2 + 0.1)},
+            QConvertError,
+            "not positive definite",
+        ),
+        (
+            {"blocks.0.fc.second_moment": np.triu(np.ones((K, K), np.float32))},
+            QConvertError,
+            "not symmetric",
+        ),
+    ],
+)
+def test_files_that_do_not_fit(model_file: Path, tensors: Any, error: Any, words: str) -> None:
+    path = model_file.parent / "c.safetensors"
+    write_calibration(path, {name: value.astype(np.float32) for name, value in tensors.items()})
+    with pytest.raises(error, match=words):
+        convert(model_file, path, "out.safetensors")
+    assert not (model_file.parent / "out.safetensors").exists()
+
+
+def test_recorder_takes_the_moments_of_what_layers_are_given(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from qconvert.runtime.calibration_record import record
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.GELU(), torch.nn.Linear(6, 4))
+    calls = [torch.randn(3, 5, 8), torch.randn(7, 8)]
+    path = tmp_path / "c.safetensors"
+    record(model, calls, path, full_up_to=7)
+    x = torch.cat([c.reshape(-1, 8) for c in calls])
+    inner = torch.nn.functional.gelu(model[0](x)).detach().numpy()
+    calibration = Calibration(path)
+    try:
+        backend = get_backend("cpu")
+        # Eight features are more than the limit: the diagonal only.
+        assert np.allclose(calibration.moments("0", 8, backend), (x.numpy() ** 2).mean(0), rtol=1e-5)
+        assert np.allclose(calibration.moments("2", 6, backend), inner.T @ inner / 22, atol=1e-6)
+        assert calibration.amax("2") == pytest.approx(float(np.abs(inner).max()))
+        assert not model[0]._forward_pre_hooks
+    finally:
+        calibration.close()
