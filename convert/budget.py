@@ -26,7 +26,7 @@ from qconvert.formats.reader import LayerReader
 from qconvert.formats.values import change_basis, decode_rows, input_factor
 from qconvert.kernels.api import Backend
 from qconvert.runtime.contracts.base import Contract
-from qconvert.runtime.targets import TARGETS, Target
+from qconvert.runtime.targets import TARGETS, Target, get_target
 
 if TYPE_CHECKING:
     from qconvert.formats.base import F32
@@ -214,7 +214,20 @@ def measure(
     alone = set(open_layers) - {name for group in together for name in group}
     units = [group for group in together if group] + [(name,) for name in open_layers if name in alone]
     groups = tuple(_group(names, open_layers, table) for names in units)
-    return Measured(groups, choose(groups, budget))
+    measured = Measured(groups, choose(groups, budget))
+    _check_config(measured, target, contracts)
+    return measured
+
+
+def _check_config(measured: Measured, target: Target, contracts: tuple[Contract, ...]) -> None:
+    """Without any layer in the target's own format the runtime may take the file for another config's."""
+    forms = sorted(set(measured.forms.values()) - {KEEP})
+    formats = {_format_name(get_target(form)) for form in forms}
+    if forms and contracts and contracts[0].format_set_violations(target.config, formats):
+        raise UsageError(
+            f"every layer that is quantised would be {', '.join(forms)}: no file of {target.name}",
+            hint=f"--to {forms[0]} makes such a file",
+        )
 
 
 def _is_open(action: Action) -> bool:

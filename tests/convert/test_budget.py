@@ -131,8 +131,9 @@ def test_bits_are_those_of_the_file(model_file: Path) -> None:
 
 def test_formats_of_one_config_are_mixed(model_file: Path) -> None:
     # w4a4 at about 19 dB, int8 at about 42: only the harder layers need the wider form.
-    forms = plan(model_file, "kitchen_w4a4", min_sqnr=30.0)
-    assert set(forms.values()) == {"int8_tensorwise"}
+    with pytest.raises(UsageError, match="every layer that is quantised would be convrot_int8"):
+        plan(model_file, "kitchen_w4a4", min_sqnr=30.0)
+    assert set(plan(model_file, "kitchen_w4a4", min_sqnr=15.0).values()) == {"convrot_w4a4"}
     forms = plan(model_file, "kitchen_w4a4", budget="5.8bpw")
     assert sorted(forms.values()) == ["convrot_w4a4", "convrot_w4a4", "int8_tensorwise"]
 
