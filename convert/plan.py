@@ -182,8 +182,11 @@ class _Planner:
         if isinstance(chosen, str):
             return self._keep(layer, role, chosen)
         return self._encode(
-            layer, role, "quantise", f"{layer.options['dtype']} to {self.target.name}", *chosen
+            layer, role, "quantise", f"{layer.options['dtype']} to {self._goal(layer)}", *chosen
         )
+
+    def _goal(self, layer: Layer) -> str:
+        return self.options.forms.get(layer.prefix, self.target.name)
 
     def _quantised(self, layer: Layer, role: str) -> Action:
         if layer.experts or "padded" in layer.options:
