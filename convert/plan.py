@@ -107,6 +107,8 @@ class _Planner:
         self.keeps = [(text, _regex(text, "--keep")) for text in options.keep]
         self.kept: set[str] = set()
         self.any_quantised = any(layer.quantised for layer in inventory.layers.values())
+        #: What the main contract says of a linear layer's marker and tensors.
+        self.judged: dict[tuple[Any, ...], str | None] = {}
         self.drops: list[Drop] = []
         self.notes: list[str] = []
 
@@ -271,7 +273,10 @@ class _Planner:
             return why
         # What neither kind nor marker tells (6 bits, the type of group scales) the tensors do.
         specs = {part.suffix: part.spec for part in codec.parts(layer.n, layer.k, options)}
-        return refusal(main, self.names.rename_layer(layer.prefix), specs, written)
+        key = (render_tensor(written), *specs.items())
+        if key not in self.judged:
+            self.judged[key] = refusal(main, self.names.rename_layer(layer.prefix), specs, written)
+        return self.judged[key]
 
     # ---- what the chosen form means in tensors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -54,6 +55,24 @@ def d() -> ModuleType:
 @pytest.fixture(scope="session")
 def writing() -> ModuleType:
     return _load("writing")
+
+
+@functools.cache
+def _sample(name: str, shape: tuple[int, ...], seed: int) -> Any:
+    tables = _load("dialects")
+    rng = np.random.default_rng((seed, *shape))
+    writer = (tables.SOURCES | tables.BANKS | tables.CONVOLUTIONS)[name]
+    return writer(rng, tables.weights(rng, *shape))
+
+
+@pytest.fixture(scope="session")
+def sample() -> Callable[..., Any]:
+    """sample(name, *shape, seed=0): a weight in that stored state, made once; not to be changed."""
+
+    def make(name: str, *shape: int, seed: int = 0) -> Any:
+        return _sample(name, shape, seed)
+
+    return make
 
 
 @pytest.fixture

@@ -70,10 +70,8 @@ def target_format(target: str) -> str:
     return FORMAT.get(target) or target.removeprefix("comfyui:")
 
 
-def source_file(d: ModuleType, rng: Rng, source: str) -> tuple[dict[str, Any], Any, Any]:
-    """A linear layer and a table in this state, a norm and biases beside them; the two samples."""
-    linear = d.SOURCES[source](rng, d.weights(rng, 128, 256))
-    table = d.SOURCES[source](rng, d.weights(rng, 256, 256))
+def source_file(d: ModuleType, rng: Rng, linear: Any, table: Any) -> dict[str, Any]:
+    """A linear layer and a table, a norm and biases beside them."""
     tensors = {
         **linear.named(FC),
         **table.named(TABLE),
@@ -82,7 +80,7 @@ def source_file(d: ModuleType, rng: Rng, source: str) -> tuple[dict[str, Any], A
         f"{NORM}.bias": d.f32_tensor(rng.standard_normal(256)),
         "rope.freqs": d.f32_tensor(rng.standard_normal(8)),
     }
-    return tensors, linear, table
+    return tensors
 
 
 def decoded(checkpoint: Any, layer: Layer, backend: Any) -> Any:
@@ -165,10 +163,12 @@ def table_format(target: str) -> str | None:
 
 
 def test_matrix(
-    source: str, target: str, d: ModuleType, writing: ModuleType, rng: Rng, write: Callable[..., Path],
+    source: str, target: str, d: ModuleType, writing: ModuleType, sample: Any, rng: Rng, write: Callable[..., Path],
     convert: Callable[..., Any], backend: Any, tmp_path: Path,
 ) -> None:  # fmt: skip
-    before, linear, table = source_file(d, rng, source)
+    # The tiles of a packed layer are 128 rows.
+    linear, table = sample(source, 128, 256), sample(source, 256, 256)
+    before = source_file(d, rng, linear, table)
     path = write(before)
     outcome = convert(path, target, tmp_path / "out.safetensors")
     after = d.read(outcome.output)
@@ -181,16 +181,16 @@ def test_matrix(
         assert there.all_findings() == []
         assert set(there.layers) == {FC, TABLE, NORM}
         check_contract(target, checkpoint)
-        for name, sample, wanted in (
+        for name, stored, wanted in (
             (FC, linear, None if target in PLAIN_TARGETS else target_format(target)),
             (TABLE, table, table_format(target) if source not in PLAIN else None),
         ):
             layer, action = there.layers[name], actions[name]
-            assert (layer.n, layer.k) == sample.values.shape
+            assert (layer.n, layer.k) == stored.values.shape
             assert (layer.marker or {}).get("format") == wanted, action.reason
             if layer.codec.name == "plain":
                 assert layer.options["dtype"] == action.options["dtype"]
-            check_values(sample, action, layer, checkpoint, d, writing, backend)
+            check_values(stored, action, layer, checkpoint, d, writing, backend)
         # What has a lossless way takes it, and nothing else claims to.
         same_type = target == source and target in PLAIN_TARGETS
         lossless = same_type or source in SAME_CODES.get(target, ())
@@ -246,12 +246,12 @@ def test_full_precision_follows_the_source_or_the_runtime(
 
 
 def test_banks(
-    bank: str, target: str, d: ModuleType, rng: Rng, write: Callable[..., Path], convert: Callable[..., Any],
+    bank: str, target: str, d: ModuleType, sample: Any, write: Callable[..., Path], convert: Callable[..., Any],
     backend: Any, tmp_path: Path,
 ) -> None:  # fmt: skip
     """A bank of experts stays where ComfyUI reads its format, and is decoded everywhere else."""
-    sample = d.BANKS[bank](rng, d.weights(rng, 3, 128, 256))
-    before = sample.named("blocks.0.experts")
+    made = sample(bank, 3, 128, 256)
+    before = made.named("blocks.0.experts")
     outcome = convert(write(before), target, tmp_path / "out.safetensors")
     after = d.read(outcome.output)
     check_nothing_is_lost(before, after, outcome)
@@ -262,31 +262,31 @@ def test_banks(
         name = (layer.marker or {}).get("format")
         shape = checkpoint.tensors[layer.prefix + ".weight"].shape
         if layer.codec.name == "plain":
-            assert shape == sample.values.shape
+            assert shape == made.values.shape
             values = d.widen(after[layer.prefix + ".weight"])
             dtype = layer.options["dtype"]
             step = {"BF16": 2.0**-8, "F16": 2.0**-10, "F32": 2.0**-22}[dtype] if bank != "bank_bf16" else 0
-            assert (np.abs(values - sample.values) <= step * np.abs(sample.values) + 4e-6).all()
+            assert (np.abs(values - made.values) <= step * np.abs(made.values) + 4e-6).all()
             kept = None
         else:
             kept = name
             assert (layer.n, layer.k, layer.experts) == (128, 256, 3)
             assert layer.marker is not None and layer.marker["num_experts"] == 3
-            for suffix, tensor in sample.tensors.items():
+            for suffix, tensor in made.tensors.items():
                 stored = after[f"{layer.prefix}.{suffix}"]
                 assert np.array_equal(stored.bits.reshape(-1), tensor.bits.reshape(-1)), suffix
     comfy = target.removeprefix("comfyui:") if target.startswith("comfyui:") else None
-    readable = sample.marker is not None and sample.marker["format"] == comfy and "codebook" not in bank
+    readable = made.marker is not None and made.marker["format"] == comfy and "codebook" not in bank
     assert (kept is not None) == readable, (kept, outcome.plan.actions[0].reason)
 
 
 def test_convolutions(
-    convolution: str, target: str, d: ModuleType, rng: Rng, write: Callable[..., Path], convert: Callable[..., Any],
+    convolution: str, target: str, d: ModuleType, sample: Any, write: Callable[..., Path], convert: Callable[..., Any],
     backend: Any, tmp_path: Path,
 ) -> None:  # fmt: skip
     """A convolution's weight keeps its four axes whatever becomes of it."""
-    sample = d.CONVOLUTIONS[convolution](rng, d.weights(rng, 24, 8, 3, 3))
-    before = sample.named("conv_in")
+    made = sample(convolution, 24, 8, 3, 3)
+    before = made.named("conv_in")
     outcome = convert(write(before), target, tmp_path / "out.safetensors")
     after = d.read(outcome.output)
     check_nothing_is_lost(before, after, outcome)
@@ -296,7 +296,7 @@ def test_convolutions(
         assert not [f for f in layer.findings if f.level != "note"]
         assert after["conv_in.weight"].bits.shape == (24, 8, 3, 3)
         got = decoded(checkpoint, layer, backend)
-    values = sample.values.reshape(24, -1)
+    values = made.values.reshape(24, -1)
     dtype = outcome.plan.actions[0].options.get("dtype", "BF16")
     step = {"BF16": 2.0**-8, "F16": 2.0**-10, "F32": 0}[dtype]
     assert (np.abs(got - values) <= step * np.abs(values) + 1e-7).all()

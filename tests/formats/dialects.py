@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +23,6 @@ from safetensors.torch import save_file
 Array = NDArray[Any]
 F64 = NDArray[np.float64]
 Rng = np.random.Generator
-
-__all__ = ["replace"]
 
 TORCH = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -326,7 +325,7 @@ class Sample:
     #: tensors that stand beside the layers in the file (sentinels), by full name
     beside: dict[str, T] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def values(self) -> F64:
         """What the weight stands for; float64 (a rotation leaves no float32 numbers)."""
         return rotate(self.stored, self.rotation)
