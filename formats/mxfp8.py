@@ -79,7 +79,7 @@ class Mxfp8(Codec):
                     "guess",
                     f"no marker; taken as mxfp8 with {layout} scales",
                     group.prefix,
-                    f"{source} {scale}",
+                    f"{source} {scale}; a marker, a config.json or --assume would tell",
                 )
             )
         options = {

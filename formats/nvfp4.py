@@ -99,7 +99,8 @@ class Nvfp4(Codec):
                         else "linear scales, low nibble first"
                     ),
                     group.prefix,
-                    f"weight {weight}, weight_scale {scale}, weight_scale_2 {total}",
+                    f"weight {weight}, weight_scale {scale}, weight_scale_2 {total}; "
+                    "a marker, ModelOpt's config.json or --assume would tell",
                 )
             )
         options = {

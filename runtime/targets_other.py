@@ -131,7 +131,7 @@ def _bfl_sidecars(form: OutputForm) -> dict[str, bytes]:
 
     It must not name a method: diffusers builds no BFL configuration from a config.json.
     """
-    return {"config.json": with_quantization(form.config, None)}
+    return {"config.json": with_quantization(form.config, None)} if form.config else {}
 
 
 def _lightx2v(scheme: str) -> SidecarMaker:

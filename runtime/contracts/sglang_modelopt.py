@@ -7,6 +7,7 @@ fsdp_load.py. ComfyUI files go another way there, judged by the contract sglang-
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,6 +26,8 @@ from qconvert.runtime.contracts.others import (
 )
 
 ROWWISE = "rowwise-float8_e4m3fn"
+#: build_nvfp4_config_from_safetensors_list takes such names for Black Forest Labs' own files.
+_PACKED_QKV = re.compile(r"^(double_blocks\.\d+\.(img|txt)_attn\.qkv|single_blocks\.\d+\.linear1)\.")
 _FP4, _FP8, _ROWS = "modelopt_nvfp4", "modelopt_fp8", "rowwise_fp8"
 _METHODS = {_FP4: "ModelOptFp4LinearMethod", _FP8: "ModelOptFp8LinearMethod", _ROWS: "Fp8LinearMethod"}
 #: What a layer of each config may hold beside its weight.
@@ -58,8 +61,10 @@ class SglangModelOpt(OtherContract):
         said = self.config(view)
         if said.method != "modelopt":
             if any(_is_nvfp4(specs) for specs in tensors_by_layer(view).values()):
-                note = "no quantization_config: nvfp4 inferred from the tensors, low nibble first, row-major"
-                return self._layers(view, _FP4, said, [Violation("note", "inferred", note)])
+                note = "no quantization_config: nvfp4 is inferred from the tensors"
+                return self._layers(
+                    view, _FP4, said, [Violation("note", "inferred", note), *_reading(view, said)]
+                )
             if said.method:
                 message = f"quant_method {said.method!r} is not judged here"
                 return self.verdict(None, (), [Violation("refuse", "other-method", message)])
@@ -67,8 +72,9 @@ class SglangModelOpt(OtherContract):
         problem = _algorithm(said)
         if problem is not None:
             return self.verdict(None, (), [problem])
-        config = _FP4 if said.algo == "NVFP4" else _FP8
-        return self._layers(view, config, said, list(_settings(config, said)))
+        if said.algo != "NVFP4":
+            return self._layers(view, _FP8, said, [])
+        return self._layers(view, _FP4, said, [*_settings(said), *_reading(view, said)])
 
     def planned(self, config: str, kind: Kind, n: int, k: int) -> Iterator[Violation]:
         if kind == "embedding":
@@ -207,10 +213,8 @@ def _algorithm(said: QuantConfig) -> Violation | None:
     return Violation("refuse", "quant-algo", message, None, algo or "none", "FP8 or NVFP4")
 
 
-def _settings(config: str, said: QuantConfig) -> Iterator[Violation]:
+def _settings(said: QuantConfig) -> Iterator[Violation]:
     document = said.document
-    if config == _FP8:
-        return
     groups = document.get("config_groups")
     first: Any = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
     weights = first.get("weights") if isinstance(first, Mapping) else None
@@ -222,10 +226,24 @@ def _settings(config: str, said: QuantConfig) -> Iterator[Violation]:
         )
     elif size != 16:
         yield Violation("note", "group-size", "group_size of the tensors is preferred", None, str(size), "16")
-    high = document.get("swap_weight_nibbles", document.get("checkpoint_uses_packed_qkv", False))
-    layout = document.get("checkpoint_weight_scale_layout", "linear")
-    reading = f"read with the {'high' if high else 'low'} nibble first, block scales {layout}"
-    yield Violation("note", "reading", reading)
+
+
+def _reading(view: HeaderView, said: QuantConfig) -> Iterator[Violation]:
+    """How bits will be read: names of a packed qkv override what the configuration says."""
+    document = said.document
+    high = bool(document.get("swap_weight_nibbles", document.get("checkpoint_uses_packed_qkv", False)))
+    layout = str(document.get("checkpoint_weight_scale_layout", "linear"))
+    stated = f"{'high' if high else 'low'} nibble first, block scales {layout}"
+    packed = next((name for name in sorted(view.tensors) if _PACKED_QKV.match(name)), None)
+    if packed is None or (high and layout == "swizzled"):
+        yield Violation("note", "reading", f"read with the {stated}")
+    else:
+        message = (
+            f"names of a packed qkv ({packed}): read with the high nibble first and block scales swizzled"
+        )
+        yield Violation(
+            "trap", "packed-qkv", message, None, stated, "high nibble first, block scales swizzled"
+        )
 
 
 def _is_nvfp4(specs: Mapping[str, Spec]) -> bool:
