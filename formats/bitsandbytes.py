@@ -43,8 +43,8 @@ class Bnb4(Codec):
         states = [suffix for suffix in group.tensors if suffix.startswith(_STATE)]
         if len(states) != 1 or not group.has("weight", "weight.absmax", "weight.quant_map"):
             if group.has("weight.absmax"):
-                absmax = f"weight.absmax {group.tensors['weight.absmax']}"
-                return f"{absmax} without quant_state.bitsandbytes__*: only that states the weight's shape"
+                there = f"weight.absmax {group.tensors['weight.absmax']}"
+                return f"{there} without quant_state.bitsandbytes__*: only that states the weight's shape"
             return "no quant_state.bitsandbytes__*"
         state = _state(group, states[0])
         if isinstance(state, str):
