@@ -16,14 +16,17 @@ from typing import Any, Literal
 
 import click
 from qconvert.convert.actions import LOSSLESS
-from qconvert.convert.job import Outcome, Request, final_output, plan_job, run_job
+from qconvert.convert.identity import is_finished
+from qconvert.convert.job import Outcome, Request, final_output, output_path, plan_job, run_job
 from qconvert.convert.jobsfile import read_jobs
 from qconvert.convert.journal import StaleError
 from qconvert.convert.progress import progress_bar
+from qconvert.convert.shards import ShardWriter
 from qconvert.convert.text import db, size, table
-from qconvert.formats.checkpoint import Checkpoint, dumps, opened
+from qconvert.convert.upload import staging_folder
+from qconvert.formats.checkpoint import dumps, opened
 from qconvert.formats.errors import QConvertError
-from qconvert.formats.header import Layout
+from qconvert.formats.remote import Remote
 from qconvert.runtime.verify import decibels
 
 Status = Literal["new", "half done", "finished", "converted", "failed"]
@@ -35,6 +38,8 @@ class Job:
 
     request: Request
     output: str
+    #: The file as it is written here; of an output for another machine, where it waits for its upload.
+    made_at: Path = Path()
     status: Status = "new"
     source_bytes: int = 0
     output_bytes: int = 0
@@ -72,33 +77,24 @@ def _planned(request: Request) -> Job:
     try:
         with opened(request.source) as checkpoint:
             plan, laid = plan_job(request, checkpoint)
-            path = final_output(request, checkpoint, plan)
-            job.output, job.source_bytes, job.output_bytes = str(path), checkpoint.nbytes, laid.file_size
+            path, output = final_output(request, checkpoint, plan), output_path(request, plan.target)
+            job.output, job.source_bytes = str(path), checkpoint.nbytes
+            if isinstance(output, Remote):
+                # Folder outputs keep their folder there.
+                job.made_at = staging_folder(request, output) / str(path).removeprefix(f"{output.parent}/")
+            else:
+                job.made_at = Path(str(path))
+            writer = ShardWriter(plan, laid, job.made_at, request.shard_size)
+            job.output_bytes = writer.nbytes
             job.work_bytes = sum(action.layer.nbytes for action in plan.actions)
-            if is_finished(path, laid, checkpoint):
+            parts = [(name, part) for name, _, part in writer.parts]
+            if all(is_finished(path.parent / name, part, checkpoint) for name, part in parts):
                 job.status = "finished"
-            elif path.with_name(f".{path.name}.journal").exists():
+            elif any((job.made_at.parent / f".{name}.journal").exists() for name, _ in parts):
                 job.status = "half done"
     except Exception as error:
         _fail(job, error)
     return job
-
-
-def is_finished(path: Path, laid: Layout, checkpoint: Checkpoint) -> bool:
-    """Whether `path` is what this conversion would write.
-
-    The header holds the digests of the source's header and of the plan, and the version: it must be the same, byte
-    for byte. A file appears under its name only when whole. Payload that changed under the same header shows in the
-    source's time.
-    """
-    try:
-        facts = path.stat()
-        with path.open("rb") as handle:
-            same = handle.read(len(laid.prefix)) == laid.prefix
-        newest = max(file.stat().st_mtime_ns for file in checkpoint.files)
-    except OSError:
-        return False
-    return same and facts.st_size == laid.file_size and facts.st_mtime_ns >= newest
 
 
 def _run(job: Job, quiet: bool) -> None:
@@ -133,6 +129,8 @@ def total_sqnr(outcome: Outcome) -> float | None:
         return None
     lossy = [outcome.results.get(a.layer.prefix) for a in changed if a.kind not in LOSSLESS]
     measured = [result for result in lossy if result is not None]
+    if lossy and not measured:
+        return None
     return (
         decibels(sum(r.signal for r in measured), sum(r.noise for r in measured))
         if measured
@@ -151,7 +149,7 @@ def _volumes(jobs: list[Job]) -> Iterator[tuple[Path, int, int]]:
     for job in jobs:
         if job.status not in ("new", "half done"):
             continue
-        path = Path(job.output)
+        path = job.made_at
         folder = path.parent
         while not folder.exists():
             folder = folder.parent

@@ -22,6 +22,18 @@ class DefaultGroup(click.Group):
         return super().parse_args(ctx, args)
 
 
+class PlaceType(click.ParamType[Any]):
+    """A path or a URL."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from qconvert.formats.remote import place
+
+        return place(value) if isinstance(value, str) else value
+
+
+PLACE = PlaceType()
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -35,10 +47,14 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=PLACE)
 @click.option("--to", "target", required=True, metavar="TARGET", help="What to make; see `qconvert targets`.")
+@click.option("-o", "--output", type=PLACE, metavar="DST", help="File or folder to write, or a URL.")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="DST", help="File or folder to write."
+    "--staging",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where outputs for a URL are made first.",
 )
 @click.option("--runtime", metavar="NAME", help="Contract to meet first, e.g. sglang-0132848.")
 @click.option("--keep", multiple=True, metavar="REGEX", help="Layers to leave unquantised (repeatable).")
@@ -71,10 +87,14 @@ def cli() -> None:
     metavar="FILE",
     help="Recorded inputs of the layers, see docs/calibration.md.",
 )
-@click.option("--budget", metavar="BPW", help="Bits per weight, e.g. 4.8bpw: a form per layer by measured error.")
+@click.option(
+    "--budget", metavar="BPW", help="Bits per weight, e.g. 4.8bpw: a form per layer by measured error."
+)
 @click.option("--min-sqnr", type=float, metavar="DB", help="Per layer the smallest form that is this close.")
 @click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="Forms as a saved plan says.")
-@click.option("--plan-out", type=click.Path(path_type=Path), metavar="FILE", help="Save the plan of --budget.")
+@click.option(
+    "--plan-out", type=click.Path(path_type=Path), metavar="FILE", help="Save the plan of --budget."
+)
 @click.option("--shard-size", metavar="SIZE", help="Several files of at most SIZE (e.g. 5GB) and an index.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--strict", is_flag=True, help="Refuse anything that had to be guessed.")
@@ -84,7 +104,7 @@ def cli() -> None:
 def convert(
     source: Path, target: str, output: Path | None, as_json: bool, dry_run: bool, **options: Any
 ) -> None:
-    """Convert SOURCE (a .safetensors file, or a folder with shards and index)."""
+    """Convert SOURCE (a .safetensors file, or a folder with shards and index; hf://, s3://, https:// too)."""
     from qconvert.convert.command import run_convert
 
     run_convert(source, target, output, as_json, dry_run, options)
@@ -94,21 +114,24 @@ def convert(
 @click.argument("jobs_file", metavar="JOBS.toml", type=click.Path(path_type=Path))
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Threads (default: all cores).")
 @click.option("--memory", metavar="SIZE", help="Buffers, e.g. 128MiB (default 512MiB).")
+@click.option(
+    "--staging",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where outputs for a URL are made first.",
+)
 @click.option("--dry-run", is_flag=True, help="Print all plans and stop.")
-@click.option("--force", is_flag=True, help="Overwrite outputs that were made otherwise.")
+@click.option("--force", is_flag=True, default=None, help="Overwrite outputs that were made otherwise.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-def batch(
-    jobs_file: Path, jobs: int | None, memory: str | None, dry_run: bool, force: bool, as_json: bool
-) -> None:
+def batch(jobs_file: Path, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Convert every source in JOBS.toml into every target; run again, it does what is left."""
     from qconvert.convert.batch import run_batch
 
-    given = {"jobs": jobs, "memory": memory, "force": force or None}
     run_batch(jobs_file, as_json, dry_run, {key: value for key, value in given.items() if value is not None})
 
 
 @cli.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=PLACE)
 @click.option("--json", "as_json", is_flag=True)
 def inspect(file: Path, as_json: bool) -> None:
     """What FILE holds: formats, markers, findings, and which runtimes take it as it is."""
@@ -118,7 +141,7 @@ def inspect(file: Path, as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=PLACE)
 @click.option("--runtime", metavar="NAME", help="Contract to check against (default: the newest sglang).")
 @click.option("--tp", type=click.IntRange(1), default=1, metavar="N", help="Tensor-parallel ranks.")
 @click.option(
@@ -148,7 +171,7 @@ def diff(a: Path, b: Path, sample: int | None, as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=PLACE)
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--min-sqnr", type=float, metavar="DB", help="Threshold for every layer (default: by format).")
 @click.option("--sample", type=click.IntRange(1), metavar="ROWS", help="Only this many rows of each layer.")

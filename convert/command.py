@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -18,13 +17,14 @@ from qconvert.convert.report import outcome_json, plan_json
 from qconvert.convert.text import db, grouped, parse_size, size, table, tally
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.layers import parse_assumption
+from qconvert.formats.remote import Place
 from qconvert.runtime.targets import Wishes
 from qconvert.runtime.verify import decibels
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
-def make_request(source: Path, target: str, output: Path | None, options: dict[str, Any]) -> Request:
+def make_request(source: Place, target: str, output: Place | None, options: dict[str, Any]) -> Request:
     """The command line's options as a Request."""
     return Request(
         source=source,
@@ -52,6 +52,7 @@ def make_request(source: Path, target: str, output: Path | None, options: dict[s
         jobs=options["jobs"],
         memory=parse_size(options["memory"]),
         shard_size=parse_size(options["shard_size"]) if options["shard_size"] else None,
+        staging=options.get("staging"),
         calibration=options.get("calibration"),
         forms=Forms(
             options.get("budget"), options.get("min_sqnr"), options.get("plan"), options.get("plan_out")
@@ -60,7 +61,7 @@ def make_request(source: Path, target: str, output: Path | None, options: dict[s
 
 
 def run_convert(
-    source: Path, target: str, output: Path | None, as_json: bool, dry_run: bool, options: dict[str, Any]
+    source: Place, target: str, output: Place | None, as_json: bool, dry_run: bool, options: dict[str, Any]
 ) -> None:
     """`qconvert SRC --to TARGET`."""
     request = make_request(source, target, output, options)
@@ -82,7 +83,7 @@ def run_convert(
         print_outcome(outcome)
 
 
-def print_plan(checkpoint: Checkpoint, plan: Plan, out_bytes: int, path: Path) -> None:
+def print_plan(checkpoint: Checkpoint, plan: Plan, out_bytes: int, path: Place) -> None:
     """What was found and what will be done."""
     layers = [action.layer for action in plan.actions]
     found = tally(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from qconvert.convert.actions import CopyOut, Plan, out_spec
 from qconvert.formats.checkpoint import Checkpoint, dumps
 from qconvert.formats.header import Layout
+from qconvert.formats.remote import Place
 
 
 def plan_digest(plan: Plan) -> str:
@@ -62,3 +64,25 @@ def job_digest(laid: Layout, checkpoint: Checkpoint) -> str:
     for version in checkpoint.state():
         state.update(f"{version};".encode())
     return state.hexdigest()
+
+
+def is_finished(path: Place, laid: Layout, checkpoint: Checkpoint) -> bool:
+    """Whether `path` is what this conversion would write.
+
+    The header holds the digests of the source's header and of the plan, and the version: it must be the same, byte
+    for byte. A file appears under its name only when whole. Payload that changed under the same header shows in the
+    source's time, where both have one.
+    """
+    try:
+        size = path.stat().st_size
+        if size != laid.file_size:
+            return False
+        with path.open("rb") as handle:
+            same = handle.read(len(laid.prefix)) == laid.prefix
+        if not isinstance(path, Path):
+            path.bytes().close()
+            return same
+        made = path.stat().st_mtime_ns
+        return same and all(file.stat().st_mtime_ns <= made for file in checkpoint.local_files)
+    except OSError:
+        return False

@@ -25,6 +25,7 @@ from qconvert.formats.containers import SUFFIXES
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.header import Layout, layout
 from qconvert.formats.layers import Assumption, Layer, take_inventory
+from qconvert.formats.remote import Place, Remote
 from qconvert.formats.values import seen_as
 from qconvert.kernels.api import Backend
 from qconvert.kernels.select import get_backend
@@ -42,9 +43,9 @@ import qconvert
 class Request:
     """What the user asked for, as the command line or a batch file states it."""
 
-    source: Path
+    source: Place
     target: str
-    output: Path | None = None
+    output: Place | None = None
     runtime: str | None = None
     plan: PlanOptions = field(default_factory=PlanOptions)
     assume: tuple[Assumption, ...] = ()
@@ -56,6 +57,8 @@ class Request:
     #: Bytes of payload in one file; None for a single file.
     shard_size: int | None = None
     backend: str = "cpu"
+    #: Where an output for another machine is made before it is uploaded.
+    staging: Path | None = None
     calibration: Path | None = None
     forms: Forms = field(default_factory=Forms)
 
@@ -65,7 +68,7 @@ class Outcome:
     """What came out. `results`: energies per transformed layer; `verdicts`: the contracts on the written header."""
 
     plan: Plan
-    output: Path
+    output: Place
     source_bytes: int
     output_bytes: int
     results: dict[str, Result]
@@ -73,12 +76,13 @@ class Outcome:
     seconds: float
 
 
-def default_output(source: Path, target: Target) -> Path:
-    """STEM.TARGET.safetensors beside the source, ':' becoming '-'."""
-    stem = source.stem if source.suffix in SUFFIXES and not source.is_dir() else source.name
-    folder = source if source.is_dir() else source.parent
+def default_output(source: Place, target: Target) -> Path:
+    """STEM.TARGET.safetensors beside the source (a remote one: in the current folder), ':' becoming '-'."""
+    folder = isinstance(source, Path) and source.is_dir()
+    stem = source.stem if source.suffix in SUFFIXES and not folder else source.name
+    where = Path() if isinstance(source, Remote) else source if folder else source.parent
     name = f"{stem}.{target.name.replace(':', '-')}"
-    return folder / (name if target.sidecars else f"{name}.{target.container}")
+    return where / (name if target.sidecars else f"{name}.{target.container}")
 
 
 def contracts_for(target: Target, runtime: str | None) -> tuple[Contract, ...]:
@@ -197,6 +201,10 @@ def execute_plan(
 ) -> Outcome:
     """Write, gate and read back what `plan_job` decided."""
     path = final_output(request, checkpoint, plan)
+    if isinstance(path, Remote):
+        from qconvert.convert.upload import execute_staged
+
+        return execute_staged(request, checkpoint, plan, laid, progress, begun)
     sidecars = {}
     if plan.target.sidecars is not None:
         sidecars = plan.target.sidecars(output_form(plan, checkpoint, path.name))
@@ -244,7 +252,7 @@ def execute_plan(
     return Outcome(plan, path, checkpoint.nbytes, writer.nbytes, results, verdicts, time.monotonic() - begun)
 
 
-def final_output(request: Request, checkpoint: Checkpoint, plan: Plan) -> Path:
+def final_output(request: Request, checkpoint: Checkpoint, plan: Plan) -> Place:
     """The file that a conversion writes; of targets with files beside the tensors, the one that holds them."""
     path = output_path(request, plan.target)
     if plan.target.sidecars is not None:
@@ -252,14 +260,18 @@ def final_output(request: Request, checkpoint: Checkpoint, plan: Plan) -> Path:
     return path
 
 
-def output_path(request: Request, target: Target) -> Path:
+def output_path(request: Request, target: Target) -> Place:
     """Where the output goes; a folder (existing, or named with a trailing slash) gets the default name.
 
     Targets with files beside the tensors are folders: the output named is that folder.
     """
     if request.output is None:
         return default_output(request.source, target)
-    if target.sidecars is None and (request.output.is_dir() or str(request.output).endswith(("/", os.sep))):
+    if isinstance(request.output, Remote):
+        folder = request.output.url.endswith("/")
+    else:
+        folder = request.output.is_dir() or str(request.output).endswith(("/", os.sep))
+    if target.sidecars is None and folder:
         return request.output / default_output(request.source, target).name
     return request.output
 

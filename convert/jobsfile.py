@@ -16,7 +16,7 @@ from __future__ import annotations
 import glob
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,15 @@ from qconvert.convert.command import DTYPES, make_request
 from qconvert.convert.job import Request, default_output
 from qconvert.formats.containers import SUFFIXES
 from qconvert.formats.errors import UsageError
+from qconvert.formats.remote import Place, Remote, place
 from qconvert.runtime.targets import get_target
 
 #: What a job may say beside source, target and output, and what it says when it does not.
 DEFAULTS: dict[str, Any] = {
     "runtime": None, "keep": [], "dtype": "bf16", "embedding": "keep", "quality": "best", "native_fp4": False,
     "full_precision": False, "component": None, "keep_prefix": False, "rename": [], "assume": [], "jobs": None,
-    "memory": "512MiB", "strict": False, "force": False,
+    "memory": "512MiB", "strict": False, "force": False, "shard_size": None, "calibration": None, "budget": None,
+    "min_sqnr": None, "staging": None,
 }  # fmt: skip
 _CHOICES = {
     "dtype": tuple(DTYPES),
@@ -71,6 +73,9 @@ def read_jobs(path: Path, overrides: Mapping[str, Any]) -> list[Request]:
         _check_options(path, where, {key: value for key, value in entry.items() if key not in _OWN})
         given = {key: value for key, value in entry.items() if key in DEFAULTS}
         options = DEFAULTS | common | given | dict(overrides)
+        for key in ("calibration", "staging"):
+            if isinstance(options[key], str):
+                options[key] = path.parent / options[key]
         output = _text(path, where, entry.get("output", document.get("output")), "output")
         found += _expand(path, where, entry, options, output)
     # Outputs beside their sources match the sources' pattern when a batch is run again.
@@ -92,12 +97,23 @@ def _expand(
             for target in targets:
                 request = make_request(source, target, None, options | {"resume": True})
                 name = default_output(source, get_target(target))
-                folder = name.parent if output is None else path.parent / output
-                yield replace(request, output=folder / name.name), source == path.parent / pattern
+                folder: Place = name.parent if output is None else _from(path.parent, output)
+                if output is None and isinstance(source, Remote):
+                    folder = path.parent
+                yield replace(request, output=folder / name.name), source == _from(path.parent, pattern)
 
 
-def _sources(path: Path, where: str, pattern: str) -> list[Path]:
+def _from(folder: Path, text: str) -> Place:
+    """A URL, or a path seen from `folder`."""
+    found = place(text)
+    return folder / found.expanduser() if isinstance(found, Path) else found
+
+
+def _sources(path: Path, where: str, pattern: str) -> Sequence[Place]:
     """What a path, a pattern or a folder of checkpoints names. A plain path need not exist: its job will fail."""
+    remote = place(pattern)
+    if isinstance(remote, Remote):
+        return _remote_sources(path, where, remote)
     full = os.path.expanduser(str(path.parent / pattern))  # noqa: PTH111
     if glob.has_magic(full) and not os.path.lexists(full):
         found = [Path(name) for name in sorted(glob.glob(full, recursive=True))]  # noqa: PTH207
@@ -114,6 +130,16 @@ def _sources(path: Path, where: str, pattern: str) -> list[Path]:
     return [source]
 
 
+def _remote_sources(path: Path, where: str, remote: Remote) -> list[Remote]:
+    """A URL, or the files of its folder that match its last part. Folders are listed by the file system, once."""
+    if not glob.has_magic(remote.name) or remote.protocol in ("http", "https"):
+        return [remote]
+    found = sorted(remote.parent.glob(remote.name), key=str)
+    if not found:
+        raise UsageError(f"{where}: source {remote} matches nothing", file=str(path))
+    return found
+
+
 def _check_options(path: Path, where: str, options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         if key not in DEFAULTS:
@@ -128,6 +154,8 @@ def _check_options(path: Path, where: str, options: Mapping[str, Any]) -> None:
             right, expected = isinstance(value, bool), "true or false"
         elif key == "jobs":
             right, expected = type(value) is int and value > 0, "a number of threads"
+        elif key == "min_sqnr":
+            right, expected = type(value) in (int, float), "decibels"
         else:
             right, expected = isinstance(value, str), "a string"
         if not right:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from qconvert.convert.actions import LOSSLESS, Plan
 from qconvert.convert.job import Outcome
+from qconvert.formats.remote import Place
 from qconvert.runtime.contracts.base import Verdict
 from qconvert.runtime.verify import decibels
 
 
-def plan_json(plan: Plan, path: Path, out_bytes: int) -> dict[str, Any]:
+def plan_json(plan: Plan, path: Place, out_bytes: int) -> dict[str, Any]:
     """Everything that was decided."""
     return {
         "target": plan.target.name,
