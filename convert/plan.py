@@ -55,6 +55,11 @@ def make_plan(
     planner = _Planner(checkpoint, inventory, target, contracts, options, names, book)
     chosen = [layer for layer in inventory.layers.values() if names.selected(layer.prefix)]
     planner.notes += book.refuse_or_note(layer.prefix for layer in chosen)
+    if target.sidecars is not None and not checkpoint.config:
+        planner.notes.append(
+            "the source has no config.json beside it: what is written holds the quantisation alone, "
+            "and a loader also needs the model's own entries"
+        )
     actions = planner.actions(chosen)
     planner.check_keeps()
     loose = []
