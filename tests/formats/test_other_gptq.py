@@ -369,3 +369,38 @@ def test_folders_are_never_overwritten_silently(tmp_path: Path, rng: np.random.G
     with opened(source) as checkpoint, pytest.raises(UsageError, match="the source's own folder"):
         run_job(Request(source, "auto_gptq", tmp_path, force=True), checkpoint)
     assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "x"}
+
+
+def test_fused_projections_take_one_form(tmp_path: Path, rng: np.random.Generator) -> None:
+    def weight(rows: int, columns: int = 128) -> torch.Tensor:
+        return torch.from_numpy(rng.normal(size=(rows, columns)).astype(np.float32) * 0.02).bfloat16()
+
+    tensors = {"model.norm.weight": weight(1)[0]}
+    for i in range(3):
+        layer = f"model.layers.{i}."
+        tensors[f"{layer}self_attn.q_norm.weight"] = weight(1, 32)[0]
+        # In the second layer k_proj has 48 rows, which Marlin's tiles do not hold.
+        for name, rows in (("q", 128), ("k", 48 if i == 1 else 64), ("v", 64)):
+            tensors[f"{layer}self_attn.{name}_proj.weight"] = weight(rows)
+        for name in ("gate", "up"):
+            tensors[f"{layer}mlp.{name}_proj.weight"] = weight(256)
+    outcome = o.run(o.save(tmp_path / "m.safetensors", tensors), "auto_gptq", tmp_path / "out")
+    assert outcome.plan.families == ("Qwen3",)
+    assert any("no config.json beside it" in note for note in outcome.plan.notes)
+    document = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert document["extra_config"] == {
+        f"model.layers.1.self_attn.{name}_proj": {"bits": 16} for name in "kqv"
+    }
+    kinds = o.kinds(outcome)
+    assert kinds["model.layers.0.self_attn.k_proj"] == "quantise"
+    assert kinds["model.layers.1.self_attn.q_proj"] == "keep"
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "quantization_config.json"])
+def test_configs_of_older_versions(name: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    tensors, want = gptq(rng, 64, 64, 8, 32, "v2", False)
+    path = o.save(tmp_path / "m.safetensors", tensors)
+    document = {"bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2", "desc_act": False}
+    (tmp_path / name).write_text(json.dumps(document))
+    layer, values = o.read_layer(path, "l")
+    assert np.array_equal(values, want) and not layer.findings
