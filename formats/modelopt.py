@@ -124,8 +124,11 @@ class ModelOptNvfp4Svd(ModelOptNvfp4):
         }
 
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
-        residual = super().decode(codes, options, backend)
-        return np.ascontiguousarray(residual + codes["lift"] @ codes["down"], np.float32)
+        out = np.array(super().decode(codes, options, backend), np.float32)
+        # One rank after the other: a matrix product's rounding would depend on how many rows are decoded at once.
+        for rank in range(codes["down"].shape[0]):
+            out += codes["lift"][:, rank, None] * codes["down"][rank]
+        return out
 
 
 class ModelOptNvfp4Wide(ModelOptNvfp4):
