@@ -131,7 +131,8 @@ def nearest_even_e2m1(x: F32) -> NDArray[np.uint8]:
     distance = np.abs(np.abs(x.astype(np.float64)).clip(max=6.0)[:, None] - E2M1)
     odd = np.arange(8) % 2
     order = np.lexsort((np.broadcast_to(odd, distance.shape), distance), axis=1)
-    return (order[:, 0] + 8 * np.signbit(x)).astype(np.uint8)
+    codes: NDArray[np.uint8] = (order[:, 0] + 8 * np.signbit(x)).astype(np.uint8)
+    return codes
 
 
 @both

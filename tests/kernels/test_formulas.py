@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -22,7 +24,8 @@ def weights(rows: int, cols: int, seed: int = 0) -> F32:
 
 
 def e4m3(codes: NDArray[np.uint8]) -> F64:
-    return CPU.to_f32(codes, "F8_E4M3").astype(np.float64)
+    values: F64 = CPU.to_f32(codes, "F8_E4M3").astype(np.float64)
+    return values
 
 
 def close(got: F32, want: F64) -> None:
@@ -31,10 +34,11 @@ def close(got: F32, want: F64) -> None:
 
 def hadamard(group: int) -> F64:
     h4 = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float64)
-    h = np.ones((1, 1))
+    h: NDArray[np.floating[Any]] = np.ones((1, 1))
     while h.shape[0] < group:
         h = np.kron(h, h4)
-    return h / np.sqrt(group)
+    matrix: F64 = (h / np.sqrt(group)).astype(np.float64)
+    return matrix
 
 
 @pytest.mark.parametrize("group", [4, 16, 64, 256, 1024])
@@ -200,7 +204,7 @@ def test_w4a8(group: int, codebook: F32 | None) -> None:
         distance = np.abs(y[..., None] - table[:, :, None, :])
         chosen = np.take_along_axis(distance, index[..., None], axis=3)[..., 0]
         np.testing.assert_array_equal(chosen, distance.min(axis=3))
-        correction = np.arange(scales.size, dtype=np.float32).reshape(scales.shape) / 1000
+        correction = np.linspace(0, 0.1, scales.size, dtype=np.float32).reshape(scales.shape)
         shifted = CPU.w4a8_decode(codes, scales.astype(np.float32), channel, codebook, group, 4, correction)
         np.testing.assert_allclose(shifted, got + np.repeat(correction, group, axis=1), rtol=1e-6, atol=1e-9)
 
@@ -290,7 +294,9 @@ def test_extremes_stay_finite_and_right(backend: Backend, magnitude: float) -> N
             check(x, decoded, channel, 0.5, 1e-28)
 
 
-def check(x: F32, decoded: F32, scale: NDArray[np.generic], worst: float, from_magnitude: float) -> None:
+def check(
+    x: F32, decoded: F32, scale: NDArray[Any] | np.float32, worst: float, from_magnitude: float
+) -> None:
     assert np.isfinite(scale).all() and np.isfinite(decoded).all()
     if not x.any():
         assert not decoded.any()
