@@ -74,7 +74,9 @@ class Checkpoint:
             if files:
                 break
         else:
-            raise UsageError("no .safetensors file in this folder", file=str(path))
+            raise UsageError(
+                "no .safetensors file in this folder", file=str(path), hint=_components(path) or None
+            )
         if len(files) > 1:
             raise UsageError(
                 f"{len(files)} {files[0].suffix} files and no index",
@@ -191,6 +193,14 @@ class Checkpoint:
         )
 
 
+def _components(folder: Place) -> str:
+    """What to name instead of a whole pipeline, "" where the folder is none."""
+    if not isinstance(folder, Path):
+        return ""
+    inner = sorted(config.parent.name for config in folder.glob("*/config.json"))
+    return f"name one component: {', '.join(dict.fromkeys(inner))}" if inner else ""
+
+
 def _found(folder: Place, pattern: str) -> list[Place]:
     return sorted(folder.glob(pattern), key=str)
 
@@ -219,6 +229,7 @@ _OWN_CONFIGS = {
     "quantization_config.json": "auto-round",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
 }
 
 

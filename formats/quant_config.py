@@ -31,8 +31,10 @@ class QuantConfig:
 
     @property
     def algo(self) -> str:
-        """ModelOpt's `quant_algo`, in upper case."""
-        return str(self.document.get("quant_algo", "")).upper()
+        """ModelOpt's `quant_algo`, in upper case; hf_quant_config.json keeps it one level down."""
+        inner = self.document.get("quantization")
+        nested = inner.get("quant_algo") if isinstance(inner, Mapping) else None
+        return str(self.document.get("quant_algo") or nested or "").upper()
 
     def words(self) -> str:
         """For findings: what says so."""
@@ -77,9 +79,8 @@ def _documents(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield owner[CONFIG_KEY]
     if "quant_method" in config or "quant_algo" in config:
         yield config
-    inner = config.get("quantization")
-    if isinstance(inner, Mapping):
-        yield {**inner, "producer": config.get("producer", {"name": "modelopt"})}
+    if isinstance(config.get("quantization"), Mapping) and "producer" in config:
+        yield config
 
 
 def _method(document: Mapping[str, Any]) -> str:

@@ -89,7 +89,7 @@ class SglangModelOpt(OtherContract):
     def _layers(
         self, view: HeaderView, config: str, said: QuantConfig, violations: list[Violation]
     ) -> Verdict:
-        ignore = [str(pattern) for pattern in said.document.get("ignore") or []]
+        ignore = [str(pattern) for pattern in _flat(said).get("ignore") or []]
         layers = []
         for prefix, specs in scaled_layers(view, "weight_scale", "weight_scale_2").items():
             rules = _nvfp4 if config == _FP4 else _fp8
@@ -201,9 +201,6 @@ def _row_layer(prefix: str, specs: Specs) -> Iterator[Violation]:
 def _algorithm(said: QuantConfig) -> Violation | None:
     """Why a ModelOpt algorithm is not taken."""
     algo = said.algo
-    if not algo:
-        inner = said.document.get("quantization")
-        algo = str(inner.get("quant_algo", "")).upper() if isinstance(inner, Mapping) else ""
     if algo in ("FP8", "NVFP4"):
         return None
     if algo == "MIXED_PRECISION":
@@ -213,8 +210,16 @@ def _algorithm(said: QuantConfig) -> Violation | None:
     return Violation("refuse", "quant-algo", message, None, algo or "none", "FP8 or NVFP4")
 
 
+def _flat(said: QuantConfig) -> Mapping[str, Any]:
+    """The configuration with what hf_quant_config.json nests at the top."""
+    inner = said.document.get("quantization")
+    if not isinstance(inner, Mapping):
+        return said.document
+    return {**said.document, **inner, "ignore": inner.get("exclude_modules", [])}
+
+
 def _settings(said: QuantConfig) -> Iterator[Violation]:
-    document = said.document
+    document = _flat(said)
     groups = document.get("config_groups")
     first: Any = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
     weights = first.get("weights") if isinstance(first, Mapping) else None
