@@ -14,6 +14,7 @@ from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Inventory, Layer
 from qconvert.formats.reader import LayerReader
 from qconvert.formats.tensors import TensorSpec
+from qconvert.formats.registry import CODECS, codec_for_marker
 from qconvert.formats.values import aligned, decode_rows, input_factor, seen_as
 from qconvert.kernels.api import Backend
 
@@ -262,8 +263,17 @@ THRESHOLDS = {
     "mxfp8": 20.0,
     "int8_tensorwise": 15.0,
 }
+#: The same by a codec's family, for layers that carry no marker; what is not listed has 4 bits or fewer.
+_FAMILY_THRESHOLDS = {"nvfp4": 14.0, "w4a8": 14.0, "float8": 15.0, "mxfp8": 20.0, "int8": 15.0}
+_COARSE = 8.0
 
 
 def default_threshold(format_name: str) -> float:
     """What `verify` demands of a layer when the user names no threshold; unquantised layers 40 dB."""
-    return THRESHOLDS.get(format_name, 40.0)
+    given = THRESHOLDS.get(format_name)
+    if given is not None:
+        return given
+    known = codec_for_marker(format_name) or next((c for c in CODECS if c.name == format_name), None)
+    if known is None or known.name == "plain":
+        return 40.0
+    return _FAMILY_THRESHOLDS.get(known.family, _COARSE)

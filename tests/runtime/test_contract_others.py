@@ -358,3 +358,12 @@ def test_planning() -> None:
         (violation,) = contract.marker_violations(config, "linear", L, {"convrot": True}, None)
         assert violation.severity == "trap"
         assert contract.format_set_violations(config, ["nvfp4"]) == []
+
+
+def test_thresholds_know_layers_without_markers() -> None:
+    from qconvert.runtime.verify import default_threshold
+
+    assert default_threshold("nvfp4") == default_threshold("modelopt_nvfp4") == 14.0
+    assert default_threshold("compressed_packed") == 8.0
+    assert default_threshold("BF16") == 40.0
+    assert default_threshold("rowwise-float8_e4m3fn") == default_threshold("float8") == 15.0
