@@ -13,8 +13,8 @@ from qconvert.formats.base import F32
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Inventory, Layer
 from qconvert.formats.reader import LayerReader
-from qconvert.formats.tensors import TensorSpec
 from qconvert.formats.registry import CODECS, codec_for_marker
+from qconvert.formats.tensors import TensorSpec
 from qconvert.formats.values import aligned, decode_rows, input_factor, seen_as
 from qconvert.kernels.api import Backend
 

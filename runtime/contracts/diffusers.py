@@ -48,6 +48,9 @@ class Diffusers(OtherContract):
             return self.verdict(None, (), [Violation("note", "torchao", message)])
         return self._single_file(view, said)
 
+    def mending(self, verdict: Verdict) -> str | None:
+        return _NVFP4 if any(layer.format == "nvfp4" for layer in verdict.layers) else _FP8
+
     def planned(self, config: str, kind: Kind, n: int, k: int) -> Iterator[Violation]:
         if kind == "embedding":
             message = "only nn.Linear layers are built quantised"

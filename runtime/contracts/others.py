@@ -40,9 +40,7 @@ class OtherContract:
     def check(self, view: HeaderView, *, tp: int = 1) -> Verdict:
         """See base.Contract. `tp` is not judged here: shards are cut by the runtime's own rules."""
         verdict = self.judge(view)
-        target = next((t for c, t in self.targets.items() if self.configs.get(c) == verdict.config), None)
-        if target is None and self.targets:
-            target = next(iter(self.targets.values()))
+        target = self.mending(verdict)
         if target is None:
             return verdict
         command = remedy(view, target)
@@ -54,6 +52,11 @@ class OtherContract:
 
         layers = tuple(replace(layer, violations=mended(layer.violations)) for layer in verdict.layers)
         return replace(verdict, layers=layers, violations=mended(verdict.violations))
+
+    def mending(self, verdict: Verdict) -> str | None:
+        """The target that mends such a file: the one of its config, else the runtime's first."""
+        named = (target for config, target in self.targets.items() if self.configs[config] == verdict.config)
+        return next(named, None) or next(iter(self.targets.values()), None)
 
     def layer_refusal(
         self, config: str, kind: Kind, format_name: str, n: int, k: int, options: Mapping[str, Any]
