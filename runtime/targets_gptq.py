@@ -53,7 +53,8 @@ def gptq_config(form: OutputForm) -> dict[str, Any]:
         if layer.codec == "gptq" and _kind(layer) != (bits, group):
             own_bits, own_group = _kind(layer)
             extra[layer.prefix] = {"bits": own_bits, "group_size": own_group, "sym": True}
-        elif layer.codec == "plain" and layer.role == "linear":
+        elif layer.codec == "plain" and layer.role != "embedding" and _matrix(layer):
+            # Whatever the model makes of it: a linear layer that is not listed is built quantised.
             extra[layer.prefix] = {"bits": 16}
     return {
         "quant_method": "auto-round",
@@ -65,6 +66,10 @@ def gptq_config(form: OutputForm) -> dict[str, Any]:
         "desc_act": False,
         "extra_config": extra,
     }
+
+
+def _matrix(layer: LayerForm) -> bool:
+    return "weight" in layer.tensors and len(layer.tensors["weight"].shape) == 2
 
 
 def _kind(layer: LayerForm) -> tuple[int, int]:
@@ -85,7 +90,6 @@ def _target(name: str, bits: int) -> Target:
         "gptq",
         _gptq(bits),
         sidecars=_sidecars,
-        gated=False,
         family_runtime="sglang-0.5.23",
     )
 

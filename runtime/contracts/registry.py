@@ -9,6 +9,7 @@ from qconvert.runtime.contracts.diffusers import DIFFUSERS
 from qconvert.runtime.contracts.fastvideo import FASTVIDEO
 from qconvert.runtime.contracts.lightx2v import LIGHTX2V
 from qconvert.runtime.contracts.sglang import SGLANG_0_5_23, SGLANG_0132848
+from qconvert.runtime.contracts.sglang_autoround import SGLANG_AUTOROUND
 from qconvert.runtime.contracts.sglang_modelopt import SGLANG_MODELOPT
 from qconvert.runtime.contracts.vllm_omni import VLLM_OMNI
 
@@ -21,6 +22,7 @@ _ALL: tuple[Contract, ...] = (
     SGLANG_0132848,
     COMFYUI,
     SGLANG_MODELOPT,
+    SGLANG_AUTOROUND,
     VLLM_OMNI,
     DIFFUSERS,
     FASTVIDEO,

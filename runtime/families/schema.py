@@ -35,6 +35,7 @@ _FORMATS = {
     "int8": ("int8_tensorwise", "convrot_int8", "kitchen_int8"),
     "float8": ("float8_e4m3fn", "float8_e5m2", "comfy_fp8"),
     "mxfp8": ("comfy_mxfp8",),
+    "gptq": ("auto_gptq",),
 }
 _ALIASES = {alias: name for name, aliases in _FORMATS.items() for alias in aliases}
 

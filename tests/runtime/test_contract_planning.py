@@ -182,6 +182,7 @@ def test_registry() -> None:
         "sglang-0132848",
         "comfyui",
         "sglang-modelopt-0.5.23",
+        "sglang-autoround-0.5.23",
         "vllm-omni-0.30",
         "diffusers-0.42",
         "fastvideo-0.2",
