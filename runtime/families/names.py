@@ -29,7 +29,7 @@ _PREFIXES: dict[Component, re.Pattern[str]] = {
 _DEPTH = 4
 
 #: What other layouts call a weight's codes.
-_CODES = (".qweight", ".weight_packed", ".weight._data")
+_CODES = (".qweight", ".weight_packed", ".weight._data", "._weight_qdata")
 
 
 _TOKEN = re.compile(r"\(\?:|\\\.|[)|]|\?|[A-Za-z0-9_]")

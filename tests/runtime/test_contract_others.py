@@ -367,3 +367,13 @@ def test_thresholds_know_layers_without_markers() -> None:
     assert default_threshold("compressed_packed") == 8.0
     assert default_threshold("BF16") == 40.0
     assert default_threshold("rowwise-float8_e4m3fn") == default_threshold("float8") == 15.0
+
+
+def test_families_see_layers_under_every_name_of_their_codes() -> None:
+    from qconvert.formats.tensors import Spec
+    from qconvert.runtime.families.names import Names
+
+    tensors = {
+        f"x.{i}{codes}": Spec("U8", (4, 4)) for i, codes in enumerate((".weight_packed", "._weight_qdata"))
+    }
+    assert {"0", "1"} <= Names("x.", tensors).layers()
