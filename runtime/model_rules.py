@@ -104,6 +104,9 @@ def _fused(
         shape = view.tensors[f"{marked[0]}.weight"].shape
         if len(shape) != 2:
             continue
+        if match.component == "diffusion" and marker.get("format") == "nvfp4":
+            # Transformers run these layers by other methods, whatever full_precision_matrix_mult says.
+            continue
         kind: Literal["linear"] = "linear"
         options = {key: value for key, value in marker.items() if key != "format"}
         name = str(marker.get("format"))
