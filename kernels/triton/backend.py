@@ -75,7 +75,7 @@ class TritonBackend:
         return self._from(launch_rows.quantise_rows(rows, "int8", scale=spread)[0])
 
     def int8_decode(self, q: I8, scale: F32) -> F32:
-        return self._from(launch_rows.dequantise_rows(self._to(q), self._to(np.asarray(scale)), "int8"))
+        return self._from(launch_rows.dequantise_rows(self._to(q), self._to(np.asarray(scale)), "I8"))
 
     def nvfp4_tensor_scale(self, amax: float) -> np.float32:
         return np.float32(ref.nvfp4_tensor_scale(amax).item())

@@ -85,23 +85,32 @@ def quantise_rows(
     return q, scales
 
 
-def dequantise_rows(q: Tensor, scale: Tensor, code: str, rotation: int = 0, out: str = "F32") -> Tensor:
-    """Codes (int8 [R, K] or int4 [R, K/2]) times scale [] or [R], rotated back."""
-    r, k = q.shape[0], q.shape[1] * (2 if code == "int4" else 1)
+def dequantise_rows(
+    q: Tensor, scale: Tensor, kind: str, rotation: int = 0, out: str = "F32", index: Tensor | None = None
+) -> Tensor:
+    """Codes times scale [] or [R], rotated back, [R, K] in stored type `out`.
+
+    kind: I8 [R, K], int4 [R, K/2], F8_E4M3, F8_E5M2, or a plain F32, F16, BF16 (no scale). `index` [L]: only these
+    rows, in this order.
+    """
+    k = q.shape[1] * (2 if kind == "int4" else 1)
+    r = q.shape[0] if index is None else index.numel()
     result = like(out, (r, k), q.device)
     if result.numel():
         layout = row_layout(min(k, 2048), rotation)
         tile = layout["GROUPS"] * layout["HI"] * layout["LO"]
         del layout["TILES"]
         rows.dequantise_rows[(r, -(-k // tile))](
-            q,
+            bits_of(q),
             scale.contiguous(),
+            scale if index is None else index.contiguous(),
             result,
             k,
             0 if scale.numel() == 1 else 1,
             q.stride(0),
             OUT=out,
-            KIND="I8" if code == "int8" else code,
+            KIND=kind,
+            GATHER=index is not None,
             **layout,
             num_warps=warps(tile),
             **OPTIONS,

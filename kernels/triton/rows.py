@@ -118,12 +118,14 @@ def quantise_rows(
 def dequantise_rows(
     q: tl.tensor,
     scales: tl.tensor,
+    index: tl.tensor,
     out: tl.tensor,
     k: tl.tensor,
     scale_step: tl.tensor,
     q_stride: tl.tensor,
     OUT: tl.constexpr,
     KIND: tl.constexpr,
+    GATHER: tl.constexpr,
     HI: tl.constexpr,
     LO: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -131,12 +133,16 @@ def dequantise_rows(
 ) -> None:
     """Codes q -> [R, k] in the stored type OUT, rotated back. scale_step: 1 for a scale a row, 0 for one scale.
 
-    KIND: I8, int4, F8_E4M3 or F8_E5M2. Grid (R, tiles a row).
+    KIND: I8, int4, F8_E4M3, F8_E5M2, or a plain F32, F16, BF16, which has no scale. GATHER: row r of the output is
+    row index[r] of the table. Grid (R, tiles a row).
     """
     r = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    scale = tl.load(scales + r * scale_step)
-    parts = rotated_parts(q + r * q_stride, tile, k, scale, KIND, HI, LO, FACTOR, GROUPS, False)
+    source = r
+    if GATHER:
+        source = tl.load(index + r).to(tl.int64)
+    scale = tl.load(scales + source * scale_step)
+    parts = rotated_parts(q + source * q_stride, tile, k, scale, KIND, HI, LO, FACTOR, GROUPS, False)
     target = out + r * k
     for h in tl.static_range(HI):
         col = part_columns(tile, h, HI, LO, GROUPS, False)
