@@ -203,3 +203,31 @@ def test_reciprocals_are_reported(d: ModuleType, rng: Rng, write: Any, convert: 
     sample = d.SOURCES["nvfp4"](rng, d.weights(rng, 128, 128))
     outcome = convert(write(sample.named(FC)), "lightx2v_nvfp4", tmp_path / "out")
     assert "by way of a reciprocal, within one ulp" in outcome.plan.actions[0].reason
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_compressed_integers_become_gptq_without_loss(
+    packed: bool, d: ModuleType, rng: Rng, write: Any, convert: Any, backend: Any, tmp_path: Path
+) -> None:
+    """compressed-tensors' 4-bit groups, packed or one a byte, are GPTQ's codes and scales in other places."""
+    codes = rng.integers(0, 16, (128, 256))
+    scale = d.narrow(rng.uniform(1e-3, 1e-2, (128, 2)), "BF16")
+    weights = {"num_bits": 4, "group_size": 128, "strategy": "group", "type": "int", "symmetric": True}
+    tensors = {f"{FC}.weight_scale": scale}
+    if packed:
+        words = np.ascontiguousarray(d.pack4(codes, False).astype(np.uint8)).view(np.int32)
+        tensors[f"{FC}.weight_packed"] = d.T("I32", words)
+        tensors[f"{FC}.weight_shape"] = d.T("I64", np.array([128, 256], np.int64))
+    else:
+        tensors[f"{FC}.weight"] = d.T("I8", (codes - 8).astype(np.int8))
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    path = write(tensors)
+    document = {"quant_method": "compressed-tensors", "config_groups": groups}
+    (path.parent / "config.json").write_text(json.dumps({"quantization_config": document}))
+    outcome = convert(path, "auto_gptq", tmp_path / "out")
+    assert [action.kind for action in outcome.plan.actions] == ["repack"]
+    with opened(outcome.output.parent) as checkpoint:
+        layer = take_inventory(checkpoint).layers[FC]
+        values = decode_rows(layer, LayerReader(checkpoint, layer), 0, 128, backend)
+    expected = (codes - 8) * np.repeat(d.widen(scale), 128, axis=1)
+    assert np.array_equal(values, expected.astype(np.float32))
