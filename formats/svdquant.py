@@ -17,6 +17,8 @@ from qconvert.kernels.layout import unpack_nibbles
 
 _OWNED = ("weight", "weight_scale", "weight_proj_down", "weight_proj_up", "weight_smooth_factor")
 GROUP = 64
+#: Rows of a packed tile, and of the products that make the low-rank part.
+TILE = 128
 
 
 class SvdQuant(Codec):
@@ -54,7 +56,7 @@ class SvdQuant(Codec):
         return Recognition(self.name, n, k, {"tiled": tiled}, frozenset(_OWNED), findings)
 
     def row_step(self, options: Options) -> int:
-        return 128 if options["tiled"] else 1
+        return TILE
 
     def load(self, stored: Stored, a: int, b: int, backend: Backend) -> Codes:
         def floats(suffix: str) -> F32:
@@ -87,4 +89,15 @@ class SvdQuant(Codec):
         nibbles = unpack_nibbles(codes["q"], high_first=False).astype(np.int8)
         q = (nibbles - ((nibbles & 8) << 1)).astype(np.float32)
         residual = q * np.repeat(codes["scale"], GROUP, axis=1) / codes["smooth"]
-        return np.ascontiguousarray(residual + codes["up"] @ codes["down"].T, np.float32)
+        return np.ascontiguousarray(residual + _low_rank(codes["up"], codes["down"]), np.float32)
+
+
+def _low_rank(lift: F32, down: F32) -> F32:
+    """lift @ down^T, in whole tiles of rows: a product's rounding may depend on how many rows it has."""
+    out = np.empty((len(lift), len(down)), np.float32)
+    for start in range(0, len(lift), TILE):
+        rows = lift[start : start + TILE]
+        tile = np.zeros((TILE, lift.shape[1]), np.float32)
+        tile[: len(rows)] = rows
+        out[start : start + TILE] = (tile @ down.T)[: len(rows)]
+    return out

@@ -34,7 +34,9 @@ def _load(name: str) -> ModuleType:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`source`, `bank`, `convolution`: every stored state; `target`: every target of ComfyUI's formats."""
+    """For the matrix: every stored state (`source`, `bank`, `convolution`) and every target of these formats."""
+    if not metafunc.module.__name__.endswith("test_matrix"):
+        return
     tables = {"source": "SOURCES", "bank": "BANKS", "convolution": "CONVOLUTIONS"}
     for name, table in tables.items():
         if name in metafunc.fixturenames:
