@@ -20,7 +20,9 @@ def read_source(
 
 
 def refuse_senseless(checkpoint: Checkpoint, judgements: Sequence[Judgement]) -> None:
-    """Raise for values that no reading makes sense of: converting them would only hide the fault."""
+    """Raise for what no reading makes sense of, values or an empty file: converting it would hide the fault."""
+    if not checkpoint.tensors:
+        raise QConvertError("the file holds no tensors", file=str(checkpoint.path), hint="get the file again")
     for judgement in judgements:
         if judgement.fatal:
             raise QConvertError(

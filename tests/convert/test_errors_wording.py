@@ -165,6 +165,15 @@ def test_what_is_not_the_file_at_all(fails: Fails, folder: Path, start: bytes, l
     fails("x.safetensors --to comfy_nvfp4", 1, f"x.safetensors: not a safetensors file: {line}")
 
 
+def test_a_file_without_tensors(fails: Fails, folder: Path) -> None:
+    s.write(folder / "empty.safetensors", {})
+    fails(
+        "empty.safetensors --to comfy_nvfp4",
+        1,
+        "empty.safetensors: the file holds no tensors; get the file again",
+    )
+
+
 def test_an_all_in_one_file_without_a_choice(fails: Fails, folder: Path, weights: Any) -> None:
     tensors = {f"model.diffusion_model.{k}": v for k, v in s.fp8_file(weights, mark=FP8).items()}
     tensors["first_stage_model.conv_in.weight"] = s.bf16(np.ones((4, 4)))
