@@ -197,6 +197,24 @@ def int8_file(weights: Weights, *, rotated: bool, mark: dict[str, Any] | None) -
     return tensors
 
 
+def mxfp8_file(weights: Weights, *, linear: bool = False, mark: dict[str, Any] | None = None) -> Tensors:
+    """Linears in mxfp8, the rest in bf16."""
+    tensors: Tensors = {}
+    for name, w in weights.items():
+        if not is_linear(name, w):
+            tensors[f"{name}.weight"] = bf16(w)
+            continue
+        peak = np.abs(w).reshape(w.shape[0], -1, 32).max(2) / np.float32(448)
+        exponent = np.clip(np.ceil(np.log2(np.maximum(peak, 2.0**-126))), -126, 127).astype(np.int32)
+        scales = (exponent + 127).astype(np.uint8)
+        step = np.repeat(np.ldexp(np.float32(1), exponent), 32, axis=1)
+        tensors[f"{name}.weight"] = "F8_E4M3", e4m3(w / step)
+        tensors[f"{name}.weight_scale"] = "U8", scales if linear else swizzle(scales)
+        if mark is not None:
+            tensors[f"{name}.comfy_quant"] = marker(mark)
+    return tensors
+
+
 def fp8_file(
     weights: Weights, *, scale: bool = True, mark: dict[str, Any] | None, lost: bool = False
 ) -> Tensors:

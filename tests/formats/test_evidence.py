@@ -110,6 +110,19 @@ def test_nvfp4_is_read_as_it_was_written(
     assert all(judgement.evidence for judgement in judged)
 
 
+@pytest.mark.parametrize("kind", ["structured", "real"])
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("linear", [True, False])
+def test_mxfp8_is_read_as_it_was_written(
+    networks: Any, look: Any, kind: str, marked: bool, linear: bool
+) -> None:
+    mark = {"format": "mxfp8"} if marked else None
+    inventory, judged = look(s.mxfp8_file(weights_of(networks, kind), linear=linear, mark=mark))
+    assert options(inventory, "scales") == {"linear" if linear else "swizzled"}
+    assert sum(judgement.contrary for judgement in judged) == linear * marked
+    assert bool(guesses(inventory)) == (linear or not marked)
+
+
 def test_evidence_is_shown_in_numbers(networks: Any, look: Any) -> None:
     inventory, _ = look(s.nvfp4_file(networks["structured"], linear=True, low=True, mark=NVFP4))
     findings = inventory.layers["layers.0.mlp.up_proj"].findings
