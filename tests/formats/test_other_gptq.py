@@ -404,3 +404,44 @@ def test_configs_of_older_versions(name: str, tmp_path: Path, rng: np.random.Gen
     (tmp_path / name).write_text(json.dumps(document))
     layer, values = o.read_layer(path, "l")
     assert np.array_equal(values, want) and not layer.findings
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_auto_round_reads_what_we_write(bits: int, tmp_path: Path, rng: np.random.Generator) -> None:
+    module = pytest.importorskip(
+        "auto_round_extension.torch.qlinear_torch_zp", reason="auto-round is not installed"
+    )
+    target = {4: "auto_gptq", 8: "auto_gptq:int8"}[bits]
+    source = o.save(tmp_path / "m.safetensors", network(rng), {"model_type": "x"})
+    outcome = o.run(source, target, tmp_path / "out")
+    written = o.load(outcome.output)
+    layer = module.QuantLinear(bits, 128, 256, 128, bias=False, g_idx=True)
+    own = {name: written[f"blocks.0.fc1.{name}"] for name in ("qweight", "qzeros", "scales", "g_idx")}
+    layer.load_state_dict(own, strict=True)
+    layer.post_init()
+    weight = layer(torch.eye(256)).T
+    _, values = o.read_layer(outcome.output, "blocks.0.fc1")
+    assert torch.allclose(weight.float(), torch.from_numpy(values), rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_we_read_what_auto_round_packs(
+    bits: int, version: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    name = {"v1": "qlinear_torch_zp", "v2": "qlinear_torch"}[version]
+    module = pytest.importorskip(f"auto_round_extension.torch.{name}", reason="auto-round is not installed")
+    linear = torch.nn.Linear(256, 64, bias=False)
+    scale = torch.from_numpy((rng.random((64, 4)) * 0.02 + 0.01).astype(np.float32))
+    scale[::2] *= -1
+    zero = torch.from_numpy(rng.integers(1, 1 << bits, (64, 4)).astype(np.float32))
+    q = torch.from_numpy(rng.integers(0, 1 << bits, (64, 256)).astype(np.float32))
+    scale = scale.half().float()
+    spread = [x.repeat_interleave(64, dim=1) for x in (scale, zero)]
+    linear.weight.data = (q - spread[1]) * spread[0]
+    packer = module.QuantLinear(bits, 64, 256, 64, bias=False)
+    packer.device = torch.device("cpu")
+    packer.pack(linear, scale, zero, None)
+    tensors = {f"l.{key}": value for key, value in packer.state_dict().items() if key != "g_idx"}
+    _, values = o.read_layer(o.save(tmp_path / "m.safetensors", tensors, config(version)), "l")
+    assert np.array_equal(values, linear.weight.data.numpy())
