@@ -21,6 +21,7 @@ from qconvert.formats.evidence_scales import ambiguous, scale_layout
 from qconvert.formats.finding import Finding
 from qconvert.formats.layers import Inventory, Layer
 from qconvert.formats.rotation import USUAL_GROUPS, choose_group
+from qconvert.formats.sample import form
 
 Topic = Literal["block scales", "nibble order", "rotation", "fp8 scale"]
 #: What is assumed of layers that nothing in the file speaks of begins with these words.
@@ -68,9 +69,9 @@ def weigh(
     ]
     out: list[Judgement] = []
     for name in ("nvfp4", "mxfp8"):
-        for pool in _by_carrier(layer for layer in layers if layer.codec.name == name):
+        for pool in _by_carrier(layer for layer in layers if form(layer) == name):
             out += _block_scales(checkpoint, inventory, pool)
-    packed = [layer for layer in layers if layer.codec.name == "nvfp4"]
+    packed = [layer for layer in layers if form(layer) == "nvfp4"]
     if packed:
         out += _nibbles(checkpoint, inventory, packed)
     linear = [x for x in layers if x.codec.name == "int8" and x.ndim == 2 and not is_table(x.prefix)]
@@ -117,7 +118,7 @@ def _cut_siblings(pool: Sequence[Layer]) -> bool:
 
 
 def _tells(layer: Layer) -> bool:
-    block = 16 if layer.codec.name == "nvfp4" else 32
+    block = 16 if form(layer) == "nvfp4" else 32
     return bool(layer.n % 128 or layer.k % (4 * block))
 
 

@@ -27,6 +27,7 @@ from qconvert.formats.sample import (
     bands,
     block_scales,
     floats,
+    form,
     reader,
     spread,
 )
@@ -177,7 +178,7 @@ def _values(checkpoint: Checkpoint, tensor: TensorSpec) -> NDArray[np.float32]:
 def _rows(checkpoint: Checkpoint, layer: Layer, budget: int) -> tuple[list[Votes], int]:
     """Energy of each row of a layer whose outputs are the channels, and the bytes that it took to learn it."""
     stored = reader(checkpoint, layer)
-    if layer.codec.name == "nvfp4":
+    if form(layer) == "nvfp4":
         # Block scales alone say how strong a row is, at a ninth of the bytes.
         cost = layer.n * layer.k // 16
         if cost > budget:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Layer
-from qconvert.formats.sample import BAND, E4M3, bands, reader, spread
+from qconvert.formats.sample import BAND, E4M3, bands, form, reader, spread
 from qconvert.kernels.layout import unswizzle
 
 #: Bytes of scales that are read of one file.
@@ -54,7 +54,7 @@ class LayoutScore:
 
 def ambiguous(layer: Layer) -> bool:
     """Whether the shape of the scales fits both layouts, and reading them can tell the two apart."""
-    block = _BLOCK.get(layer.codec.name)
+    block = _BLOCK.get(form(layer))
     if block is None or layer.n % BAND or layer.k % (4 * block):
         return False
     # With one tile across, the wrong reading only permutes rows: nothing to see.
@@ -85,18 +85,18 @@ def scale_layout(checkpoint: Checkpoint, layers: Sequence[Layer]) -> LayoutScore
 
 def _layer(checkpoint: Checkpoint, layer: Layer, budget: int) -> NDArray[np.float64]:
     """Explained squares in units of the variance (swizzled, linear), chance, degrees of freedom, elements."""
-    blocks = layer.k // _BLOCK[layer.codec.name]
+    blocks = layer.k // _BLOCK[form(layer)]
     stored = reader(checkpoint, layer)
     source = str(layer.options.get("source", "weight_scale"))
     out = np.zeros(5)
     for a, b in bands(layer.n, budget // blocks):
         raw = stored.rows(source, a, b).view(np.uint8).reshape(BAND, blocks)
-        levels = _levels(raw, layer.codec.name)
+        levels = _levels(raw, form(layer))
         variance = float(levels.var())
         if variance == 0:
             continue
         freedom = BAND + blocks - 2
-        tiles = _levels(unswizzle(raw, BAND, blocks), layer.codec.name)
+        tiles = _levels(unswizzle(raw, BAND, blocks), form(layer))
         out += (
             _explained(tiles) / variance,
             _explained(levels) / variance,

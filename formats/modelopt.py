@@ -76,7 +76,7 @@ class ModelOptNvfp4(Nvfp4Dialect):
         high = any(
             said.document.get(key) is True for key in ("swap_weight_nibbles", "checkpoint_uses_packed_qkv")
         )
-        options = self.options(layout) | {"nibbles": "high" if high else "low"}
+        options = self.options(layout) | {"nibbles": "high" if high else "low", "stated": said.method}
         reading = f"nvfp4 with {layout} scales, {options['nibbles']} nibble first"
         note = Finding("note", reading, group.prefix, said.words())
         return Recognition(self.name, n, k, options, _NVFP4, (note,))

@@ -8,6 +8,7 @@ mxfp8 shares its codes with ComfyUI's (formats/mxfp8.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -175,6 +176,8 @@ class RowMajorMxfp8(Mxfp8Dialect):
         source = "weight_scale_inv" if "weight_scale_inv" in group.tensors else "weight_scale"
         note = Finding("note", "mxfp8 with row-major scales", group.prefix, said.words())
         got = self.claim(group, ("weight", source), "linear", (note,))
-        if isinstance(got, Recognition) and got.options["scales"] != "linear":
+        if isinstance(got, str):
+            return got
+        if got.options["scales"] != "linear":
             return "scales are padded to tiles"
-        return got
+        return replace(got, options=got.options | {"stated": said.method})

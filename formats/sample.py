@@ -94,6 +94,14 @@ def block_scales(stored: LayerReader, a: int, b: int, options: Options) -> F32:
     return np.abs(E4M3[stored.rows("weight_scale", a, b).view(np.uint8)])
 
 
+def form(layer: Layer) -> str:
+    """The codec whose tensors these are, under ComfyUI's names: what another tool's configuration declares counts."""
+    name = layer.codec.name
+    if name == "modelopt_nvfp4" and layer.tensors["weight_scale"].shape == (layer.n, layer.k // 16):
+        return "nvfp4"
+    return "mxfp8" if name == "mxfp8_row_major" else name
+
+
 def standard(x: NDArray[Any]) -> NDArray[np.float64]:
     """Zero mean and unit length along the last axis; constants become zero."""
     x = x - x.mean(axis=-1, keepdims=True)
