@@ -51,6 +51,12 @@ def cli() -> None:
 @click.option("--to", "target", required=True, metavar="TARGET", help="What to make; see `qconvert targets`.")
 @click.option("-o", "--output", type=PLACE, metavar="DST", help="File or folder to write, or a URL.")
 @click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    help="Where it runs; ray: on the cluster at $RAY_ADDRESS.",
+)
+@click.option(
     "--staging",
     type=click.Path(path_type=Path),
     metavar="DIR",
@@ -114,6 +120,11 @@ def convert(
 @click.argument("jobs_file", metavar="JOBS.toml", type=click.Path(path_type=Path))
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Threads (default: all cores).")
 @click.option("--memory", metavar="SIZE", help="Buffers, e.g. 128MiB (default 512MiB).")
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    help="Where it runs; ray: on the cluster at $RAY_ADDRESS.",
+)
 @click.option(
     "--staging",
     type=click.Path(path_type=Path),

@@ -52,6 +52,7 @@ def make_request(source: Place, target: str, output: Place | None, options: dict
         jobs=options["jobs"],
         memory=parse_size(options["memory"]),
         shard_size=parse_size(options["shard_size"]) if options["shard_size"] else None,
+        engine=options.get("engine", "local"),
         staging=options.get("staging"),
         calibration=options.get("calibration"),
         forms=Forms(

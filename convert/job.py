@@ -8,11 +8,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from qconvert.convert.actions import Plan, out_spec, output_header
 from qconvert.convert.calibration import Calibrator, note_calibration, opened_calibration
 from qconvert.convert.execute import DEFAULT_MEMORY, PROBE_ROWS, Executor, Probe, Result
 from qconvert.convert.identity import job_digest, plan_digest
+from qconvert.convert.journal import Notes
 from qconvert.convert.output import OutputFile, refuse_same_file
 from qconvert.convert.plan import PlanOptions, make_plan
 from qconvert.convert.planfile import Forms, planned_forms
@@ -57,6 +59,7 @@ class Request:
     #: Bytes of payload in one file; None for a single file.
     shard_size: int | None = None
     backend: str = "cpu"
+    engine: Literal["local", "ray"] = "local"
     #: Where an output for another machine is made before it is uploaded.
     staging: Path | None = None
     calibration: Path | None = None
@@ -225,7 +228,7 @@ def execute_plan(
             mode_of=next(iter(checkpoint.local_files), None),
         )
 
-        def executor(part: Layout, out: OutputFile) -> Executor:
+        def executor(part: Layout, out: OutputFile, notes: Notes | None = None) -> Executor:
             return Executor(
                 checkpoint,
                 part,
@@ -233,13 +236,18 @@ def execute_plan(
                 backend,
                 quality=plan.quality,
                 jobs=request.jobs or os.cpu_count() or 1,
-                progress=progress,
+                progress=progress if notes is None else lambda done: None,
                 memory=request.memory,
-                journal=out.journal,
+                journal=notes or out.journal,
                 calibrator=Calibrator(calibration, plan, backend) if calibration else None,
             )
 
-        results = writer.run(outs, executor)
+        if request.engine == "ray":
+            from qconvert.convert.engine_ray import run_on_ray
+
+            results = run_on_ray(request, checkpoint, writer, outs, executor, progress)
+        else:
+            results = writer.run(outs, executor)
         checkpoint.check_unchanged()
         with writer.written(outs) as written:
             written.config = beside.config() if sidecars else written.config

@@ -33,12 +33,13 @@ DEFAULTS: dict[str, Any] = {
     "runtime": None, "keep": [], "dtype": "bf16", "embedding": "keep", "quality": "best", "native_fp4": False,
     "full_precision": False, "component": None, "keep_prefix": False, "rename": [], "assume": [], "jobs": None,
     "memory": "512MiB", "strict": False, "force": False, "shard_size": None, "calibration": None, "budget": None,
-    "min_sqnr": None, "staging": None,
+    "min_sqnr": None, "staging": None, "engine": "local",
 }  # fmt: skip
 _CHOICES = {
     "dtype": tuple(DTYPES),
     "embedding": ("keep", "int8"),
     "quality": ("fast", "best"),
+    "engine": ("local", "ray"),
     "component": ("diffusion", "text_encoder", "vae"),
 }
 _LISTS = ("keep", "rename", "assume")

@@ -100,6 +100,10 @@ class Journal:
         """The record of a finished piece, None when it is still to do."""
         return self._done.get(key)
 
+    def known(self) -> list[Record]:
+        """The records of all pieces that an earlier run finished."""
+        return list(self._done.values())
+
     def add(self, key: str, **facts: Any) -> None:
         """Note a piece whose bytes were handed to the system."""
         with self._lock:

@@ -123,7 +123,10 @@ class OutputFile:
                 # Killed between linking the final name and removing this one: the bytes are the finished file's.
                 self.temporary.unlink()
             elif self._is_at(mine):
-                return mine.st_size == self.size
+                if self._resume or not mine.st_size:
+                    return mine.st_size == self.size
+                # Begun anew in a new file: a lost worker of the run before may still write to the old one.
+                self.temporary.unlink()
             os.close(self._fd)
             self._fd = -1
 
