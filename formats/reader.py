@@ -14,6 +14,8 @@ from qconvert.formats.tensors import TensorSpec
 
 #: Tensors read by columns are kept whole up to this size; no more than a few layers are open at a time.
 KEPT_BYTES = 4 << 20
+#: Runs of columns of larger ones that are kept at a time, of the same size.
+KEPT_BANDS = 3
 
 
 class LayerReader:
@@ -28,6 +30,7 @@ class LayerReader:
         self._expert = expert
         self._experts = layer.experts
         self._kept: dict[str, Array] = {}
+        self._bands: dict[tuple[str, int, int], Array] = {}
         self._lock = threading.Lock()
         self.n = layer.n
         self.k = layer.k
@@ -68,6 +71,24 @@ class LayerReader:
         kind = numpy_dtype(tensor.dtype)
         if shape[0] * shape[1] * kind.itemsize <= KEPT_BYTES:
             return np.ascontiguousarray(self.whole(suffix)[:, a:b])
+        # A band of columns serves several chunks: short reads cost more than the bytes they bring.
+        width = max(b - a, KEPT_BYTES // (shape[0] * kind.itemsize))
+        first = a // width * width
+        if b > first + width:
+            return self._band(tensor, shape, start, a, b)
+        with self._lock:
+            key = (suffix, first, width)
+            band = self._bands.get(key)
+            if band is None:
+                band = self._band(tensor, shape, start, first, min(first + width, shape[1]))
+                while len(self._bands) >= KEPT_BANDS:
+                    del self._bands[next(iter(self._bands))]
+                self._bands[key] = band
+        return np.ascontiguousarray(band[:, a - first : b - first])
+
+    def _band(self, tensor: TensorSpec, shape: tuple[int, ...], start: int, a: int, b: int) -> Array:
+        """Columns [a, b) of a 2-D tensor, row by row."""
+        kind = numpy_dtype(tensor.dtype)
         out = np.empty((shape[0], b - a), kind)
         for row in range(shape[0]):
             at = start + (row * shape[1] + a) * kind.itemsize
@@ -88,6 +109,7 @@ class LayerReader:
         """Forget what `whole` kept: the layer is done."""
         with self._lock:
             self._kept.clear()
+            self._bands.clear()
 
     def row_bytes(self, suffix: str) -> int:
         """Bytes of one row of a tensor."""
