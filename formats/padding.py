@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from qconvert.formats.layers import Layer
 
 #: Codec -> what writers fill N and K up to.
-PADS = {"nvfp4": 16, "mxfp8": 32}
+PADS = {"nvfp4": 16, "modelopt_nvfp4": 16, "mxfp8": 32}
 #: Rows that are looked at for columns of nothing.
 _SAMPLE = 64
 
@@ -110,6 +110,6 @@ def _codes(checkpoint: Checkpoint, layer: Layer, a: int, b: int) -> NDArray[np.u
     weight = layer.tensors["weight"]
     row = weight.nbytes // weight.shape[0]
     raw = checkpoint.pread(weight.file, weight.start + a * row, (b - a) * row).reshape(b - a, row)
-    if layer.codec.name == "nvfp4":
+    if layer.codec.family == "nvfp4":
         return unpack_nibbles(raw, high_first=layer.options["nibbles"] == "high")
     return raw

@@ -194,6 +194,20 @@ def test_modelopt_padded_scales(rng: Rng, d: ModuleType, read: Any) -> None:
     assert np.array_equal(got, values)
 
 
+def test_modelopt_padded_rows(rng: Rng, d: ModuleType, read: Any) -> None:
+    """padding_strategy "row" fills rows up to 16; the bias tells how many there are."""
+    codes, scales, total, values = nvfp4(rng, d, 48, 128)
+    codes[40:], values = 0, values[:40]
+    tensors = {
+        "weight": d.T("U8", d.pack4(codes, False)),
+        "weight_scale": d.T("F8_E4M3", scales),
+        "weight_scale_2": d.f32_tensor(total),
+        "bias": d.narrow(np.ones(40), "BF16"),
+    }
+    layer, got = read(tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    assert (layer.n, layer.k) == (40, 128) and np.array_equal(got, values)
+
+
 def test_a_marker_tensor_is_comfyuis_whatever_lies_beside(rng: Rng, d: ModuleType, read: Any) -> None:
     codes, scales, total, values = nvfp4(rng, d, 128, 128)
     tensors = {
