@@ -13,9 +13,6 @@ from qconvert.kernels.check import check_group, check_nvfp4, check_w4a8
 from qconvert.kernels.codebook import UNIFORM, fit_codebook
 from qconvert.kernels.cpu import blocks, casts, rotate, rows, w4a8, w6a8
 
-#: nvfp4 blocks side by side: enough to hide loop overhead, scratch still in the first-level cache.
-LANES = 128
-
 _NO_FACTORS = np.empty(0, dtype=np.float32)
 _WIDEN = {
     "BF16": casts.widen_bf16,
@@ -145,7 +142,7 @@ class CpuBackend:
         offsets = _offsets(search.NVFP4_OFFSETS if quality == "best" else ())
         tiles, flat = x.reshape(-1, 16), x.reshape(-1)
         blocks.encode_nvfp4(
-            tiles, flat, np.float32(tensor_scale), offsets, LANES, codes.reshape(-1), scales.reshape(-1)
+            tiles, flat, np.float32(tensor_scale), offsets, codes.reshape(-1), scales.reshape(-1)
         )
         return codes, scales
 

@@ -11,7 +11,6 @@ from qconvert.kernels.cpu.jit import (
     F32_1,
     F32_2,
     I32_1,
-    I64,
     OUT_F32_2,
     OUT_U8_1,
     OUT_U8_2,
@@ -20,6 +19,7 @@ from qconvert.kernels.cpu.jit import (
     helper,
     kernel,
 )
+from qconvert.kernels.cpu.lanes import LANES, keep_least
 
 F, I = np.float32, np.int32  # noqa: E741
 
@@ -64,40 +64,29 @@ def _e2m1_error(y: Any, inverse: Any, b: Any) -> Any:
 
 
 @helper
-def _add_lower_half(sums: Any, half: Any) -> Any:
-    for c in range(half):
-        high, low = sums[c], sums[c + half]
-        for lane in range(high.size):
-            high[lane] += low[lane]
-
-
-@helper
-def _search(y: Any, start: Any, offsets: Any, best: Any, least: Any, b: Any, inverse: Any, sums: Any) -> Any:
+def _search(
+    y: Any, start: Any, offsets: Any, best: Any, candidate: Any, least: Any, scale: Any, sums: Any
+) -> Any:
     """best [L]: the e4m3 code of each lane's block with the least squared error (see `reference`).
 
-    y [16, L]: magnitudes in tensor scales, one block a lane; start [L]: absmax codes; the rest is scratch: least,
-    b, inverse [L], sums [8, L].
+    y [16, L]: magnitudes in tensor scales, one block a lane; start [L]: absmax codes; the rest is scratch:
+    candidate, least [L], scale [2, L], sums [8, L].
     """
-    lanes = start.size
+    b, inverse = scale[0], scale[1]
+    for lane in range(LANES):
+        least[lane] = F(np.inf)
     for k in range(offsets.size):
         offset = offsets[k]
-        for lane in range(lanes):
-            code = min(max(start[lane] + offset, I(0)), I(126))
-            b[lane] = bits.scale_of_code(code)
-            inverse[lane] = F(1.0) / b[lane] if code > I(0) else F(0.0)
-        for c in range(8):
-            low, high, pair = y[c], y[c + 8], sums[c]
-            for lane in range(lanes):
-                over, scale = inverse[lane], b[lane]
-                pair[lane] = _e2m1_error(low[lane], over, scale) + _e2m1_error(high[lane], over, scale)
-        _add_lower_half(sums, 4)
-        _add_lower_half(sums, 2)
-        _add_lower_half(sums, 1)
-        error = sums[0]
-        for lane in range(lanes):
-            wins = error[lane] < least[lane]
-            least[lane] = error[lane] if wins else least[lane]
-            best[lane] = min(max(start[lane] + offset, I(0)), I(126)) if wins else best[lane]
+        for lane in range(LANES):
+            candidate[lane] = min(max(start[lane] + offset, I(0)), I(126))
+            b[lane] = bits.scale_of_code(candidate[lane])
+            inverse[lane] = F(1.0) / b[lane] if candidate[lane] > I(0) else F(0.0)
+        for c in range(sums.shape[0]):
+            low, high, pair = y[c], y[c + sums.shape[0]], sums[c]
+            for lane in range(LANES):
+                over, step = inverse[lane], b[lane]
+                pair[lane] = _e2m1_error(low[lane], over, step) + _e2m1_error(high[lane], over, step)
+        keep_least(sums, candidate, least, best)
 
 
 @helper
@@ -129,35 +118,33 @@ def _pack_e2m1(values: Any, divisors: Any, codes: Any, packed: Any) -> Any:
         packed[i] = np.uint8((pairs[i] << np.uint16(4)) | (pairs[i] >> np.uint16(8)))
 
 
-@kernel(F32_2, F32_1, F32, I32_1, I64, OUT_U8_1, OUT_U8_1)
-def encode_nvfp4(
-    x: Any, flat: Any, tensor_scale: Any, offsets: Any, lanes: Any, out: Any, scales: Any
-) -> None:
+@kernel(F32_2, F32_1, F32, I32_1, OUT_U8_1, OUT_U8_1)
+def encode_nvfp4(x: Any, flat: Any, tensor_scale: Any, offsets: Any, out: Any, scales: Any) -> None:
     """x [n, 16] and the same memory flat, out [8n], scales [n]; see `reference.nvfp4_encode`.
 
-    Works on `lanes` blocks at a time; without offsets absmax scales. That number and the block size are run-time
-    numbers on purpose: loops over known small numbers would be unrolled instead of vectorised.
+    Without offsets: absmax scales. The block size is read from x on purpose: loops over a known small number would
+    be unrolled instead of vectorised.
     """
     count, width = x.shape
-    y, sums = np.zeros((width, lanes), np.float32), np.empty((8, lanes), np.float32)
-    start, code, least = np.zeros(lanes, np.int32), np.zeros(lanes, np.int32), np.empty(lanes, np.float32)
-    b, inverse = np.empty(lanes, np.float32), np.empty(lanes, np.float32)
-    total, codes = np.empty(lanes * width, np.float32), np.empty(lanes * width, np.uint8)
-    for first in range(0, count, lanes):
-        last = min(first + lanes, count)
+    y, sums = np.zeros((width, LANES), np.float32), np.empty((width // 2, LANES), np.float32)
+    start, code, candidate = np.zeros(LANES, np.int32), np.zeros(LANES, np.int32), np.zeros(LANES, np.int32)
+    scale, least = np.empty((2, LANES), np.float32), np.empty(LANES, np.float32)
+    total, codes = np.empty(LANES * width, np.float32), np.empty(LANES * width, np.uint8)
+    for first in range(0, count, LANES):
+        last = min(first + LANES, count)
         blocks = x[first:last]
-        _absmax_codes(blocks, tensor_scale, code)
+        _absmax_codes(blocks, tensor_scale, start)
         if offsets.size > 0:
             _transpose(blocks, F(1.0) / tensor_scale, y)
-            for lane in range(lanes):
-                start[lane] = code[lane]
-                least[lane] = F(np.inf)
-            _search(y, start, offsets, code, least, b, inverse, sums)
+            _search(y, start, offsets, code, candidate, least, scale, sums)
+        else:
+            for lane in range(LANES):
+                code[lane] = start[lane]
         for lane in range(last - first):
             scales[first + lane] = np.uint8(code[lane])
-            scale = tensor_scale * bits.scale_of_code(code[lane])
+            factor = tensor_scale * bits.scale_of_code(code[lane])
             for c in range(width):
-                total[lane * width + c] = scale
+                total[lane * width + c] = factor
         _pack_e2m1(flat[first * width : last * width], total, codes, out[first * 8 : last * 8])
 
 

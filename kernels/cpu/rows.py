@@ -19,6 +19,7 @@ from qconvert.kernels.cpu.jit import (
     helper,
     kernel,
 )
+from qconvert.kernels.cpu.lanes import halving_tree
 from qconvert.kernels.search import ROW_LANES
 
 #: Running sums of `reference.lane_sum` over a row. Many, so that LLVM keeps the loop over them and vectorises it.
@@ -99,17 +100,6 @@ def decode_w4a4(codes: Any, scale: Any, out: Any) -> None:
             byte = np.int32(source[c])
             target[2 * c] = np.float32(((byte & np.int32(15)) ^ eight) - eight) * s
             target[2 * c + 1] = np.float32(((byte >> np.int32(4)) ^ eight) - eight) * s
-
-
-@helper
-def halving_tree(acc: Any) -> Any:
-    """The sum of a power of two of running sums, halves added to halves; acc is overwritten."""
-    width = acc.size // 2
-    while width > 0:
-        for lane in range(width):
-            acc[lane] += acc[width + lane]
-        width //= 2
-    return acc[0]
 
 
 @helper

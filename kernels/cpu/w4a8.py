@@ -26,13 +26,10 @@ from qconvert.kernels.cpu.jit import (
     helper,
     kernel,
 )
-from qconvert.kernels.cpu.rows import halving_tree
+from qconvert.kernels.cpu.lanes import LANES, halving_tree, keep_least, sum_squares
 from qconvert.kernels.search import BLOCK_LANES, ROW_LANES
 
 F, I = np.float32, np.int32  # noqa: E741
-#: Groups side by side: enough to hide loop overhead, scratch still in the first-level cache. A constant, so that
-#: the sixteen levels of a lane lie at known distances and need no overlap checks.
-LANES = 128
 
 
 @helper
@@ -55,35 +52,6 @@ def absmax_codes(y: Any, largest_level: Any, start: Any, amax: Any) -> Any:
             amax[lane] = max(amax[lane], bits.magnitude_of(row[lane]))
     for lane in range(amax.size):
         start[lane] = I(bits.encode_e4m3(amax[lane] / largest_level))
-
-
-@helper
-def sum_squares(distance: Any, column: Any, sums: Any) -> Any:
-    """Add distance^2 of a column to its running sum (`reference.lane_sum`)."""
-    acc = sums[column % BLOCK_LANES]
-    if column < BLOCK_LANES:
-        for lane in range(acc.size):
-            acc[lane] = distance[lane] * distance[lane]
-    else:
-        for lane in range(acc.size):
-            acc[lane] += distance[lane] * distance[lane]
-
-
-@helper
-def keep_least(sums: Any, candidate: Any, least: Any, best: Any) -> Any:
-    """Halves of sums [P, L] added to halves, then the lanes that improve keep their candidate."""
-    half = sums.shape[0] // 2
-    while half > 0:
-        for c in range(half):
-            low, high = sums[c], sums[c + half]
-            for lane in range(low.size):
-                low[lane] += high[lane]
-        half //= 2
-    error = sums[0]
-    for lane in range(least.size):
-        wins = error[lane] < least[lane]
-        best[lane] = candidate[lane] if wins else best[lane]
-        least[lane] = error[lane] if wins else least[lane]
 
 
 @helper

@@ -19,7 +19,8 @@ from qconvert.kernels.cpu.jit import (
     helper,
     kernel,
 )
-from qconvert.kernels.cpu.w4a8 import LANES, absmax_codes, keep_least, sum_squares, transpose_groups
+from qconvert.kernels.cpu.lanes import LANES, keep_least, sum_squares
+from qconvert.kernels.cpu.w4a8 import absmax_codes, transpose_groups
 from qconvert.kernels.search import BLOCK_LANES
 
 F, I = np.float32, np.int32  # noqa: E741
