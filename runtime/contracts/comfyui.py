@@ -12,7 +12,14 @@ from qconvert.runtime.contracts.base import Kind, LayerVerdict, Verdict, Violati
 from qconvert.runtime.contracts.comfyui_read import Found, read
 from qconvert.runtime.contracts.comfyui_rules import LAYOUTS, marker_violations, shape_violations
 from qconvert.runtime.contracts.comfyui_tensors import tensor_violations, unmarked_violations
-from qconvert.runtime.contracts.common import PLAIN_FORMATS, Layer, planned_marker, remedy, with_remedies
+from qconvert.runtime.contracts.common import (
+    PLAIN_FORMATS,
+    Layer,
+    container_violations,
+    planned_marker,
+    remedy,
+    with_remedies,
+)
 from qconvert.runtime.roles import is_embedding_name
 
 _CONFIG = "comfyui"
@@ -35,7 +42,7 @@ class ComfyContract:
             for layer, specs in sorted(found.specs.items())
             if layer in found.markers and "weight" in specs
         ]
-        violations = [*found.violations, *self._unmarked(found)]
+        violations = [*container_violations(view), *found.violations, *self._unmarked(found)]
         if not found.markers and not violations:
             message = "no quantisation markers: loaded as an unquantised checkpoint"
             violations.append(Violation("note", "unquantised", message))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
+from qconvert.formats.dtypes import BLOCKS
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Kind, Verdict, Violation
 from qconvert.runtime.contracts.once import once_a_view
@@ -36,6 +37,15 @@ class Layer:
     def format(self) -> str | None:
         name = self.marker.get("format")
         return name if isinstance(name, str) else None
+
+
+def container_violations(view: HeaderView) -> list[Violation]:
+    """A refusal for GGUF files: other loaders than the ones judged here read them."""
+    kinds = sorted({spec.dtype for spec in view.tensors.values() if spec.dtype in BLOCKS})
+    if not kinds and not any(file.endswith(".gguf") for file in view.files):
+        return []
+    message = "a GGUF file: read by loaders of its own (ComfyUI-GGUF, LightX2V's and sglang's GGUF paths)"
+    return [Violation("refuse", "container", message, None, ", ".join(kinds) or "GGUF", "safetensors")]
 
 
 @once_a_view

@@ -11,7 +11,7 @@ from qconvert.formats.errors import UsageError
 from qconvert.formats.quant_config import QuantConfig, checkpoint_config
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Kind, LayerVerdict, Severity, Verdict, Violation
-from qconvert.runtime.contracts.common import PLAIN_FORMATS, remedy, tensors_by_layer
+from qconvert.runtime.contracts.common import PLAIN_FORMATS, container_violations, remedy, tensors_by_layer
 from qconvert.runtime.roles import is_embedding_name
 
 #: Types of weights that mean nothing without the runtime's knowledge of their scales.
@@ -39,7 +39,8 @@ class OtherContract:
 
     def check(self, view: HeaderView, *, tp: int = 1) -> Verdict:
         """See base.Contract. `tp` is not judged here: shards are cut by the runtime's own rules."""
-        verdict = self.judge(view)
+        problems = container_violations(view)
+        verdict = self.verdict(None, (), problems) if problems else self.judge(view)
         target = self.mending(verdict)
         if target is None:
             return verdict

@@ -12,6 +12,7 @@ from qconvert.runtime.contracts.base import Kind, LayerVerdict, Verdict, Violati
 from qconvert.runtime.contracts.common import (
     PLAIN_FORMATS,
     Layer,
+    container_violations,
     planned_marker,
     remedy,
     tensors_by_layer,
@@ -63,6 +64,7 @@ class SglangContract:
     def check(self, view: HeaderView, *, tp: int = 1) -> Verdict:
         """What the runtime would do with this header; `tp` ranks share every linear layer."""
         markers, problems = read_markers(view)
+        problems = container_violations(view) + problems
         config = self._resolve(markers, problems)
         # A layer whose marker is missing or unreadable has that fault, and not one more for each of its scales.
         faulty = {problem.layer for problem in problems if problem.layer}
