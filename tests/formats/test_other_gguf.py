@@ -369,3 +369,16 @@ def test_rare_types(kind: str, tmp_path: Path, rng: np.random.Generator) -> None
     want = quants.dequantize(raw, GGMLQuantizationType[kind]).reshape(4, 256)
     _, values = o.read_layer(path, "a")
     assert np.array_equal(values, want)
+
+
+def test_no_contract_takes_a_gguf_file_for_unquantised(tmp_path: Path, rng: np.random.Generator) -> None:
+    from qconvert.runtime.contracts.registry import contract_names, get_contract
+
+    raw, _ = q8_0(rng, 64, 64)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf({"a.weight": (8, (64, 64), raw)}))
+    with opened(path) as checkpoint:
+        view = checkpoint.view()
+    for name in contract_names():
+        violations = get_contract(name).check(view).all_violations()
+        assert "container" in [violation.rule for violation in violations], name
