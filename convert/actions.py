@@ -71,9 +71,7 @@ class Action:
     def method(self) -> str:
         """What the layer is in the output, for people."""
         marker = self.codec.marker(self.options)
-        if marker:
-            return str(marker["format"])
-        return str(self.options["dtype"]) if self.codec.name == "plain" else self.codec.name
+        return str(marker["format"]) if marker else self.codec.word(self.options)
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ def output_header(plan: Plan) -> list[tuple[str, Spec]]:
 
 def describe(layer: Layer) -> str:
     """A source layer's format in a word: its marker's, else the codec's."""
-    return str(layer.marker["format"]) if layer.marker else layer.codec.name
+    return str(layer.marker["format"]) if layer.marker else layer.codec.word(layer.options)
 
 
 def laid_anew(layer: Layer, codec: Codec, options: dict[str, Any]) -> str:

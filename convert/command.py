@@ -16,10 +16,10 @@ from qconvert.convert.progress import progress_bar
 from qconvert.convert.report import outcome_json, plan_json
 from qconvert.convert.text import db, grouped, parse_size, size, table, tally
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
-from qconvert.formats.layers import parse_assumption
+from qconvert.formats.layers import Layer, parse_assumption
 from qconvert.formats.remote import Place
 from qconvert.runtime.targets import Wishes
-from qconvert.runtime.verify import decibels
+from qconvert.runtime.verify import decibels, describe
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
@@ -88,7 +88,7 @@ def print_plan(checkpoint: Checkpoint, plan: Plan, out_bytes: int, path: Place) 
     """What was found and what will be done."""
     layers = [action.layer for action in plan.actions]
     found = tally(
-        _source_word(action.layer.marker, action.layer.codec.name, action.layer.options)
+        _source_word(action.layer)
         for action in plan.actions
     )
     click.echo(f"source    {checkpoint.path}  {size(checkpoint.nbytes)}, {len(layers)} layers: {found}")
@@ -122,14 +122,10 @@ def print_plan(checkpoint: Checkpoint, plan: Plan, out_bytes: int, path: Place) 
     click.echo(f"output    {path}")
 
 
-def _source_word(marker: dict[str, Any] | None, codec: str, options: dict[str, Any]) -> str:
-    return (
-        str(marker["format"])
-        if marker
-        else str(options["dtype"])
-        if codec == "plain"
-        else f"{codec} (unmarked)"
-    )
+def _source_word(layer: Layer) -> str:
+    # Formats of other ecosystems have no markers to miss.
+    missing = layer.marker is None and layer.codec.marker(layer.options) is not None
+    return describe(layer) + (" (unmarked)" if missing else "")
 
 
 def print_outcome(outcome: Outcome) -> None:

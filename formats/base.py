@@ -144,6 +144,10 @@ class Codec(ABC):
         """The ComfyUI marker of a layer with these options; None for formats without one."""
         return None
 
+    def word(self, options: Options) -> str:
+        """The format for people, where no marker names it."""
+        return self.name
+
     def rotation(self, options: Options) -> int:
         """ConvRot group of the stored basis, 0 when not rotated."""
         return int(options.get("rotation", 0))

@@ -77,6 +77,9 @@ class Bnb4(Codec):
         }
         return Recognition(self.name, n, k, options, frozenset(owned))
 
+    def word(self, options: Options) -> str:
+        return f"bitsandbytes {options['kind']}"
+
     def row_step(self, options: Options) -> int:
         # Rows of an odd number of codes start in the middle of a byte every other time.
         return 1 + int(prod(options["shape"][1:])) % 2

@@ -48,6 +48,9 @@ class Gguf(Codec):
         }
         return Recognition(self.name, n, k, options, frozenset({"weight"}))
 
+    def word(self, options: Options) -> str:
+        return str(options["type"])
+
     def refusal(self, n: int, k: int, options: Options) -> str | None:
         elements = BLOCKS[options["type"]][0]
         if k % elements:

@@ -87,6 +87,9 @@ class Gptq(Codec):
         }
         return Recognition(self.name, n, k, options, frozenset(owned), findings)
 
+    def word(self, options: Options) -> str:
+        return f"gptq {options['bits']} bit"
+
     def refusal(self, n: int, k: int, options: Options) -> str | None:
         bits, size = options["bits"], options["group"]
         if k % size:

@@ -77,6 +77,9 @@ class Nunchaku(Codec):
         options = {"kind": kind, "rank": rank, "down": down, "up": up, "smooth": smooth}
         return Recognition(self.name, n, k, options, frozenset(owned), (note,))
 
+    def word(self, options: Options) -> str:
+        return f"nunchaku {options['kind']}"
+
     def row_step(self, options: Options) -> int:
         return TILE
 

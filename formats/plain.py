@@ -31,6 +31,9 @@ class Plain(Codec):
     def parts(self, n: int, k: int, options: Options) -> tuple[Part, ...]:
         return (Part("weight", Spec(options["dtype"], tuple(options.get("shape", (n, k))))),)
 
+    def word(self, options: Options) -> str:
+        return str(options["dtype"])
+
     def load(self, stored: Stored, a: int, b: int, backend: Backend) -> Codes:
         return {
             "weight": backend.to_f32(

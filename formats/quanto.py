@@ -81,6 +81,9 @@ class Quanto(Codec):
         owned |= {"weight._scale"} | ({"input_scale", "output_scale"} & set(group.tensors))
         return Recognition(self.name, n, k, options, frozenset(owned))
 
+    def word(self, options: Options) -> str:
+        return f"quanto {options['bits']} bit"
+
     def load(self, stored: Stored, a: int, b: int, backend: Backend) -> Codes:
         options = stored.options
         dtype = stored.dtype("weight._scale")

@@ -138,7 +138,7 @@ def describe(layer: Layer) -> str:
     """A layer's format in a word: its marker's, else the codec's or the dtype."""
     if layer.marker:
         return str(layer.marker["format"])
-    return str(layer.options["dtype"]) if layer.codec.name == "plain" else layer.codec.name
+    return layer.codec.word(layer.options)
 
 
 def _spans(n: int, k: int, max_rows: int | None) -> list[tuple[int, int]]:
