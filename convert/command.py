@@ -87,10 +87,7 @@ def run_convert(
 def print_plan(checkpoint: Checkpoint, plan: Plan, out_bytes: int, path: Place) -> None:
     """What was found and what will be done."""
     layers = [action.layer for action in plan.actions]
-    found = tally(
-        _source_word(action.layer)
-        for action in plan.actions
-    )
+    found = tally(_source_word(action.layer) for action in plan.actions)
     click.echo(f"source    {checkpoint.path}  {size(checkpoint.nbytes)}, {len(layers)} layers: {found}")
     if plan.families:
         click.echo(f"family    {', '.join(plan.families)}")
