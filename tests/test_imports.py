@@ -82,10 +82,14 @@ def test_relative_imports_stay_inside_their_package() -> None:
 
 
 def test_formats_and_contracts_import_no_heavy_library() -> None:
-    """Formats compute through the backend they are handed; contracts see headers only."""
+    """Formats compute through the backend they are handed; contracts see headers only.
+
+    One module may: torch's own files are opened by torch.load alone, and only when there is one to open.
+    """
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in python_files("formats", "runtime/contracts")
+        if path.relative_to(ROOT).as_posix() != "formats/pickle_container.py"
         for line, name in imported(path)
         if name.split(".")[0] in ("torch", "numba", "triton", "safetensors")
     ]
