@@ -41,7 +41,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, table in tables.items():
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, list(getattr(_load("dialects"), table)))
-    if "target" in metafunc.fixturenames:
+    named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "target" in metafunc.fixturenames and "target" not in named:
         from qconvert.runtime.targets import TARGETS
 
         comfy = [t.name for t in TARGETS if t.runtime == "comfyui"]

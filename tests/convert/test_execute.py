@@ -413,7 +413,7 @@ def test_sources_that_are_no_sources(source: Path, fails: Any, tmp_path: Path) -
     whole = source.read_bytes()
     for data in (b"", b"{}", whole[:-1], whole[:100], whole + b"\0", b"\0" * 1000):
         source.write_bytes(data)
-        assert str(source) in fails("", source, "bf16", tmp_path / "out.safetensors").line()
+        assert str(source) in fails(".", source, "bf16", tmp_path / "out.safetensors").line()
     fails("no such file", tmp_path / "none.safetensors", "bf16", code=2)
 
 
@@ -434,7 +434,7 @@ def test_what_exists_stays(source: Path, fails: Any, convert: Convert, tmp_path:
     assert convert(source, "bf16", there, force=True).output == there
     assert there.read_bytes() != b"precious"
     (tmp_path / "broken.safetensors").symlink_to(tmp_path / "nowhere" / "x")
-    fails("", source, "bf16", tmp_path / "broken.safetensors")
+    fails(".", source, "bf16", tmp_path / "broken.safetensors")
 
 
 def test_force_keeps_the_old_file_until_the_new_one_is_right(

@@ -9,9 +9,10 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 from qconvert.convert.actions import LOSSLESS
 from qconvert.formats.checkpoint import opened
-from qconvert.formats.layers import Inventory, Layer, take_inventory
+from qconvert.formats.layers import Inventory, Layer, parse_assumption, take_inventory
 from qconvert.formats.reader import LayerReader
 from qconvert.formats.values import change_basis, decode_rows
 from qconvert.runtime.contracts.registry import get_contract
@@ -300,3 +301,69 @@ def test_convolutions(
     dtype = outcome.plan.actions[0].options.get("dtype", "BF16")
     step = {"BF16": 2.0**-8, "F16": 2.0**-10, "F32": 0}[dtype]
     assert (np.abs(got - values) <= step * np.abs(values) + 1e-7).all()
+
+
+@pytest.mark.parametrize("told", ["bias", "orig_shape", "nothing"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_padded_layers(
+    name: str, told: str, target: str, d: ModuleType, write: Callable[..., Path], convert: Callable[..., Any],
+    backend: Any, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The true shape comes out everywhere, but where ComfyUI slices by itself; values are the unpadded part's."""
+    rng = np.random.default_rng(7)
+    n, k, padded = 250, 256, 256
+    keys = {"orig_shape": [n, k]} if told == "orig_shape" else {}
+    made = getattr(d, name)(pad=True, **keys)(rng, d.weights(rng, n, k))
+    tensors = made.named(FC)
+    if told == "bias":
+        tensors[f"{FC}.bias"] = d.narrow(rng.standard_normal(n), "BF16")
+    outcome = convert(write(tensors), target, tmp_path / "out.safetensors")
+    after = d.read(outcome.output)
+    own = target == f"comfyui:{name}"
+    with opened(outcome.output) as checkpoint:
+        check_contract(target, checkpoint)
+        layer = take_inventory(checkpoint).layers[FC]
+        rows = n if told != "nothing" else padded
+        assert (layer.n, layer.k) == (rows, k)
+        got = decoded(checkpoint, layer, backend)
+    if own:
+        assert outcome.plan.actions[0].kind == "copy"
+        for suffix, tensor in made.tensors.items():
+            assert np.array_equal(after[f"{FC}.{suffix}"].bits, tensor.bits)
+        assert np.array_equal(got, made.values[:rows])
+    else:
+        assert d.sqnr(made.values[:n], got[:n]) >= 14
+
+
+LAYOUTS = [("swizzled", "low"), ("linear", "high"), ("linear", "low"), ("swizzled", "high")]
+
+
+@pytest.mark.parametrize(("scales", "nibbles"), LAYOUTS)
+@pytest.mark.parametrize("target", ["comfy_nvfp4", "comfyui:nvfp4"])
+def test_nvfp4_layouts_that_the_user_names_are_laid_out_anew(
+    scales: str, nibbles: str, target: str, d: ModuleType, write: Callable[..., Path], convert: Callable[..., Any],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    rng = np.random.default_rng(8)
+    writer = d.nvfp4(linear=scales == "linear", low_first=nibbles == "low", marked=False)
+    made = writer(rng, d.weights(rng, 256, 128))
+    assume = (parse_assumption(f"fc=nvfp4,scales={scales},nibbles={nibbles}"),)
+    outcome = convert(write(made.named(FC)), target, tmp_path / "out.safetensors", assume=assume, strict=True)
+    after = d.read(outcome.output)
+    tensors = {suffix: after[f"{FC}.{suffix}"] for suffix in made.tensors}
+    assert np.array_equal(d.decode_nvfp4(tensors), made.stored)
+    assert outcome.plan.actions[0].kind in LOSSLESS
+
+
+@pytest.mark.parametrize("target", ["comfy_mxfp8", "comfyui:mxfp8"])
+def test_mxfp8_scales_that_the_user_names_are_laid_out_anew(
+    target: str, d: ModuleType, write: Callable[..., Path], convert: Callable[..., Any], tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(9)
+    made = d.mxfp8(linear=True, marked=False)(rng, d.weights(rng, 128, 256))
+    assume = (parse_assumption("fc=mxfp8,scales=linear"),)
+    outcome = convert(write(made.named(FC)), target, tmp_path / "out.safetensors", assume=assume, strict=True)
+    after = d.read(outcome.output)
+    tensors = {suffix: after[f"{FC}.{suffix}"] for suffix in ("weight", "weight_scale")}
+    assert np.array_equal(d.decode_mxfp8(tensors), made.stored)
+    assert outcome.plan.actions[0].kind in LOSSLESS

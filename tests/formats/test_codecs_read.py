@@ -68,14 +68,12 @@ def test_banks(
     check_reading(d.BANKS[bank](rng, d.weights(rng, 3, 128, 256)), opened, backend)
 
 
-@pytest.mark.parametrize("experts", [16, 128, 256])
+@pytest.mark.parametrize("name", ["bank_w4a8_codebook", "bank_int8", "bank_fp8"])
 def test_bank_with_as_many_experts_as_something_else(
-    experts: int, d: ModuleType, rng: np.random.Generator, opened: Callable[..., Any], backend: Any
+    name: str, d: ModuleType, rng: np.random.Generator, opened: Callable[..., Any], backend: Any
 ) -> None:
     """A shared table of 16 levels is no table per expert, a row scale [E, N, 1] no scale an expert."""
-    for name in ("bank_w4a8_codebook", "bank_int8", "bank_fp8"):
-        sample = d.BANKS[name](rng, d.weights(rng, experts, 128 if experts == 128 else 16, 256))
-        check_reading(sample, opened, backend)
+    check_reading(d.BANKS[name](rng, d.weights(rng, 16, 16, 256)), opened, backend)
 
 
 def test_convolutions(
