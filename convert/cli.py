@@ -77,6 +77,7 @@ def cli() -> None:
     "--native-fp4", is_flag=True, help="nvfp4 without the full-precision key (capability 10.0 and up)."
 )
 @click.option("--full-precision", is_flag=True, help="fp8, mxfp8: ask for full-precision matmul.")
+@click.option("--keep-layers", type=click.IntRange(1), metavar="N", help="Leave out blocks from number N on.")
 @click.option(
     "--component", type=click.Choice(["diffusion", "text_encoder", "vae"]), help="Part of an all-in-one file."
 )

@@ -42,6 +42,7 @@ def make_request(source: Place, target: str, output: Place | None, options: dict
             quantise_embedding=options["embedding"] == "int8",
             quality=options["quality"],
             component=options["component"],
+            keep_layers=options["keep_layers"],
             keep_prefix=options["keep_prefix"],
             rename=parse_pairs(tuple(options["rename"]), "--rename"),
         ),

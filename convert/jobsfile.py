@@ -31,7 +31,8 @@ from qconvert.runtime.targets import get_target
 #: What a job may say beside source, target and output, and what it says when it does not.
 DEFAULTS: dict[str, Any] = {
     "runtime": None, "keep": [], "dtype": "bf16", "embedding": "keep", "quality": "best", "native_fp4": False,
-    "full_precision": False, "component": None, "keep_prefix": False, "rename": [], "assume": [], "jobs": None,
+    "full_precision": False, "component": None, "keep_layers": None, "keep_prefix": False, "rename": [], "assume": [],
+    "jobs": None,
     "memory": "512MiB", "strict": False, "force": False, "shard_size": None, "calibration": None, "budget": None,
     "min_sqnr": None, "staging": None, "engine": "local",
 }  # fmt: skip

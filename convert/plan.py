@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from qconvert.convert.actions import Action, ConstOut, CopyOut, Drop, Kind, PartOut, Plan, describe, laid_anew
 from qconvert.convert.as_stored import copied, refusal
+from qconvert.convert.cut import cut_layers
 from qconvert.convert.names import Names
 from qconvert.convert.roles import RoleBook
 from qconvert.formats.base import Codec, Part
@@ -34,6 +35,8 @@ class PlanOptions:
     component: str | None = None
     keep_prefix: bool = False
     rename: tuple[tuple[str, str], ...] = ()
+    #: Blocks of the main list that are kept; None for all.
+    keep_layers: int | None = None
     #: Layer -> `keep`, or the target whose linear form it takes (`--plan`, `--budget`).
     forms: Mapping[str, str] = field(default_factory=dict)
 
@@ -53,7 +56,15 @@ def make_plan(
     names = Names.decide(inventory, target, options.keep_prefix, options.component, options.rename)
     book = RoleBook(checkpoint, target, contracts)
     planner = _Planner(checkpoint, inventory, target, contracts, options, names, book)
-    chosen = [layer for layer in inventory.layers.values() if names.selected(layer.prefix)]
+    cut = cut_layers(inventory, options.keep_layers, names.selected)
+    chosen = [
+        layer
+        for layer in inventory.layers.values()
+        if names.selected(layer.prefix) and layer.prefix not in cut.layers
+    ]
+    planner.drops += [Drop(name, reason) for name, reason in cut.tensors.items()]
+    if cut.note:
+        planner.notes.append(cut.note)
     planner.notes += book.refuse_or_note(layer.prefix for layer in chosen)
     if target.sidecars is not None and not checkpoint.config:
         planner.notes.append(
@@ -64,9 +75,9 @@ def make_plan(
     planner.check_keeps()
     loose = []
     for tensor in inventory.loose:
-        if names.selected(tensor.name):
+        if names.selected(tensor.name) and tensor.name not in cut.tensors:
             loose.append(CopyOut(names.rename(tensor.name), tensor.spec, tensor))
-    for tensor in inventory.sentinels:
+    for tensor in (t for t in inventory.sentinels if t.name not in cut.tensors):
         what = (
             "legacy fp8 sentinel"
             if tensor.name.endswith(SENTINEL)
@@ -111,6 +122,8 @@ class _Planner:
         self.names, self.book = names, book
         self.keeps = [(text, _regex(text, "--keep")) for text in options.keep]
         self.kept: set[str] = set()
+        #: How many stored layers the runtime fuses into the module that a layer becomes part of.
+        self.partitions: dict[str, int] = {}
         self.any_quantised = any(layer.quantised for layer in inventory.layers.values())
         #: What the main contract says of a linear layer's marker and tensors.
         self.judged: dict[tuple[Any, ...], str | None] = {}
@@ -124,8 +137,10 @@ class _Planner:
 
     def actions(self, layers: list[Layer]) -> list[Action]:
         """One action a layer; layers that the runtime fuses take one form, or none of them is quantised."""
+        groups = self.book.fused_groups(layer.prefix for layer in layers)
+        self.partitions = {name: len(group) for group in groups for name in group}
         actions = {layer.prefix: self.action(layer) for layer in layers}
-        for group in self.book.fused_groups(actions):
+        for group in groups:
             forms = {
                 (
                     action.codec.name,
@@ -253,15 +268,20 @@ class _Planner:
             return f"a {layer.ndim}-D weight; only 2-D ones are served"
         reasons = []
         for options in maker(layer, self.options.wishes):
+            if options.get("full_precision") and self._only_native(layer, codec):
+                options = options | {"full_precision": False}
             reason = codec.refusal(layer.n, layer.k, options) or self._contract_refusal(
                 layer, role, codec, options
             )
             if reason is None:
-                if options.get("full_precision") and self.book.no_full_precision(layer):
-                    options = options | {"full_precision": False}
                 return codec, options
             reasons.append(reason)
         return reasons[0] if reasons else f"K = {layer.k} is a multiple of no ConvRot group that is served"
+
+    def _only_native(self, layer: Layer, codec: Codec) -> bool:
+        """Whether the layer is served without the full-precision key only (nvfp4 then needs other hardware: no)."""
+        fused_fp8 = codec.name == "float8" and self.partitions.get(layer.prefix, 1) > 1
+        return fused_fp8 or self.book.no_full_precision(layer) is not None
 
     def _contract_refusal(self, layer: Layer, role: str, codec: Codec, options: Options) -> str | None:
         if not self.contracts:
@@ -269,6 +289,7 @@ class _Planner:
         # The older contract's rules for embeddings hang on the scale, which no marker states.
         written = codec.marker(options)
         marker = {**(written or {}), "scale": options.get("scale")}
+        marker["partitions"] = self.partitions.get(layer.prefix, 1)
         kind: Literal["linear", "embedding"] = "embedding" if role == "embedding" else "linear"
         main = self.contracts[0]
         why = main.layer_refusal(
