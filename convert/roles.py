@@ -55,7 +55,8 @@ class RoleBook:
             beyond = sum(1 for layer in match.layers if rules.beyond(layer))
             if count is not None and beyond:
                 notes.append(
-                    f"{beyond} layers lie in blocks that {self._runtime} does not read (it takes {count})"
+                    f"{beyond} layers lie in blocks that {self._runtime} does not read; "
+                    f"--keep-layers {count} leaves them out"
                 )
         return notes
 
