@@ -67,7 +67,8 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy type holding one element's bits (bf16 as uint16; 8-bit floats and sub-byte types as uint8)."""
-    return np.dtype(_NUMPY.get(dtype, np.uint8))
+    held: np.dtype[Any] = np.dtype(_NUMPY.get(dtype, np.uint8))
+    return held
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int | None:

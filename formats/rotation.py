@@ -15,9 +15,10 @@ def is_group(group: Any) -> bool:
     """Powers of 4 from 4 up: the sizes a regular Hadamard matrix of this construction has."""
     if not isinstance(group, int) or isinstance(group, bool) or group < 4:
         return False
-    while group % 4 == 0:
-        group //= 4
-    return group == 1
+    rest = int(group)
+    while rest % 4 == 0:
+        rest //= 4
+    return rest == 1
 
 
 def means_true(text: str) -> bool:

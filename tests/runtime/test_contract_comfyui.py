@@ -75,9 +75,9 @@ TAKEN: dict[str, Make] = {
     "marker for no layer": lambda h: h.nvfp4(L).mark("nowhere", b"\0\0"),
     "any mix": lambda h: h.fp8("a").nvfp4("b").int8("c").table().w4a8("d").w4a4("e").mxfp8("f"),
     "header repeats the tensors": lambda h: h.nvfp4(L).header({L: json.loads(h.markers[L])}),
-    "prefix in tensors only": lambda h: h.fp8(PREFIX + L)
-    .unmark(PREFIX + L)
-    .header({L: {"format": "float8_e4m3fn"}}),
+    "prefix in tensors only": lambda h: (
+        h.fp8(PREFIX + L).unmark(PREFIX + L).header({L: {"format": "float8_e4m3fn"}})
+    ),
     "bf16": lambda h: h.put(f"{L}.weight", "BF16", 64, 96),
 }
 
@@ -206,7 +206,9 @@ def _expect(severity: str, h: Any, rule: str, words: str) -> None:
 
 
 def test_a_readable_header_replaces_an_unreadable_tensor(header: Any) -> None:
-    assert CONTRACT.check(header().nvfp4(L).mark(L, bytes(9)).header({L: {"format": "nvfp4"}}).view()).accepted
+    assert CONTRACT.check(
+        header().nvfp4(L).mark(L, bytes(9)).header({L: {"format": "nvfp4"}}).view()
+    ).accepted
 
 
 def test_awq_and_banks_of_experts_need_a_newer_version(header: Any) -> None:
@@ -228,9 +230,7 @@ def test_a_bank_with_a_codebook_is_refused(header: Any) -> None:
 
 
 def test_full_precision_in_params_is_noted(header: Any) -> None:
-    verdict = CONTRACT.check(
-        header().fp8(L).remark(L, params={"full_precision_matrix_mult": True}).view()
-    )
+    verdict = CONTRACT.check(header().fp8(L).remark(L, params={"full_precision_matrix_mult": True}).view())
     assert [(v.severity, v.rule) for v in verdict.all_violations()] == [("note", "nested-full-precision")]
 
 

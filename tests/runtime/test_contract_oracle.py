@@ -79,7 +79,9 @@ def test_recorded_answers(gate: Any, mutated: dict[str, HeaderView]) -> None:
     assert sum(name.endswith(".safetensors") for name in record["answers"]) >= 40
 
 
-def test_right_files_are_taken_and_no_spoiled_header_breaks_a_contract(mutated: dict[str, HeaderView]) -> None:
+def test_right_files_are_taken_and_no_spoiled_header_breaks_a_contract(
+    mutated: dict[str, HeaderView],
+) -> None:
     assert len(mutated) > 10_000
     for index, (name, view) in enumerate(mutated.items()):
         if name.endswith(": right"):
@@ -89,7 +91,9 @@ def test_right_files_are_taken_and_no_spoiled_header_breaks_a_contract(mutated: 
                 get_contract(contract).check(view, tp=2)
 
 
-@pytest.mark.skipif("QCONVERT_SGLANG_PYTHON" not in os.environ, reason="QCONVERT_SGLANG_PYTHON names no Python")
+@pytest.mark.skipif(
+    "QCONVERT_SGLANG_PYTHON" not in os.environ, reason="QCONVERT_SGLANG_PYTHON names no Python"
+)
 def test_the_runtime_itself() -> None:
     command = [sys.executable, str(SCRIPTS / "mutate_gate"), "--python", os.environ["QCONVERT_SGLANG_PYTHON"]]
     if path := os.environ.get("QCONVERT_SGLANG_PYTHONPATH"):

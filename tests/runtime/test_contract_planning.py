@@ -78,7 +78,10 @@ def test_older_sglang_is_asked_about_scales_and_full_precision() -> None:
     ]
     assert all(refusals)
     assert OLDER.layer_refusal("comfy_nvfp4", "linear", "nvfp4", 128, 64, FULL) is None
-    assert OLDER.layer_refusal("kitchen_w4a8", "embedding", "int8_tensorwise", 9, 64, {"scale": "scalar"}) is None
+    assert (
+        OLDER.layer_refusal("kitchen_w4a8", "embedding", "int8_tensorwise", 9, 64, {"scale": "scalar"})
+        is None
+    )
 
 
 COMFY_ASKED: list[tuple[Kind, str, int, int, dict[str, Any], str | None]] = [
