@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.layers import Inventory
+from qconvert.formats.patterns import Pattern, option_rule
 from qconvert.runtime.targets import Target
 
 DIFFUSION_PREFIX = "model.diffusion_model."
@@ -26,7 +26,7 @@ class Names:
 
     strip: str = ""
     component: str | None = None
-    rules: list[tuple[re.Pattern[str], str]] = field(default_factory=list)
+    rules: list[tuple[Pattern, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -57,11 +57,7 @@ class Names:
         if (target.runtime == "sglang" or target.container == "gguf") and not keep_prefix:
             reader = "GGUF readers" if target.container == "gguf" else "sglang"
             names._strip_prefix([n for n in every if names.selected(n)], reader)
-        for text, replacement in rename:
-            try:
-                names.rules.append((re.compile(text), replacement))
-            except re.error as error:
-                raise UsageError(f"--rename {text!r} is not a regular expression: {error}") from None
+        names.rules = [option_rule(text, replacement, "--rename") for text, replacement in rename]
         return names
 
     def _strip_prefix(self, selected: list[str], reader: str) -> None:
@@ -80,10 +76,7 @@ class Names:
         """A tensor's name in the output."""
         name = name.removeprefix(self.strip) if self.strip else name
         for pattern, replacement in self.rules:
-            try:
-                name = pattern.sub(replacement, name)
-            except (re.error, IndexError) as error:
-                raise UsageError(f"--rename replacement {replacement!r}: {error}") from None
+            name = pattern.sub(replacement, name)
         return name
 
     def rename_layer(self, prefix: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import UsageError
 from qconvert.formats.layers import SENTINEL, Inventory, Layer
 from qconvert.formats.marker import render_tensor, speaks_of_quantisation
+from qconvert.formats.patterns import option_pattern
 from qconvert.formats.registry import codec as get_codec
 from qconvert.formats.tensors import Spec, TensorSpec
 from qconvert.runtime.contracts.base import Contract
@@ -120,7 +120,7 @@ class _Planner:
         self.checkpoint = checkpoint
         self.target, self.contracts, self.options = target, contracts, options
         self.names, self.book = names, book
-        self.keeps = [(text, _regex(text, "--keep")) for text in options.keep]
+        self.keeps = [(text, option_pattern(text, "--keep")) for text in options.keep]
         self.kept: set[str] = set()
         #: How many stored layers the runtime fuses into the module that a layer becomes part of.
         self.partitions: dict[str, int] = {}
@@ -445,13 +445,6 @@ class _Planner:
         if codec.name == "plain" and not suffix.startswith("weight_") and suffix not in ("scale_weight",):
             return None
         return f"no part of {codec.name}: left over from another recipe"
-
-
-def _regex(text: str, option: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise UsageError(f"{option} {text!r} is not a regular expression: {error}") from None
 
 
 def _shape_of(layer: Layer, options: Options) -> Options:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +17,8 @@ from qconvert.convert.reading import read_source
 from qconvert.convert.text import db, parse_size, table
 from qconvert.formats.base import F32
 from qconvert.formats.checkpoint import dumps, opened
-from qconvert.formats.errors import UsageError
 from qconvert.formats.layers import Layer, take_inventory
+from qconvert.formats.patterns import option_rule
 from qconvert.kernels.select import get_backend
 from qconvert.runtime.recorded import recorded_inputs
 from qconvert.runtime.roles import is_embedding_name
@@ -44,10 +43,7 @@ def run_verify(
     memory: str,
 ) -> None:
     """`qconvert verify SRC DST`: exits 1 when a layer is missing or too far from the source."""
-    try:
-        rules = [(re.compile(a), b) for a, b in parse_pairs(rename, "--rename")]
-    except re.error as error:
-        raise UsageError(f"--rename is not a regular expression: {error}") from None
+    rules = [option_rule(a, b, "--rename") for a, b in parse_pairs(rename, "--rename")]
 
     def renamed(name: str) -> str:
         for pattern, replacement in rules:

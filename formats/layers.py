@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +14,7 @@ from qconvert.formats.errors import QConvertError, UsageError, close_to
 from qconvert.formats.finding import Finding, Level
 from qconvert.formats.marker import Markers, collect
 from qconvert.formats.padding import unpad
+from qconvert.formats.patterns import Pattern, option_pattern
 from qconvert.formats.quant_config import header_config
 from qconvert.formats.registry import CODECS, codec, codec_for_marker, known_formats
 from qconvert.formats.tensors import TensorSpec
@@ -114,7 +114,7 @@ class Assumption:
     """`--assume REGEX=FORMAT[,key=value]`: what the user says of layers; it replaces what the file says."""
 
     text: str
-    pattern: re.Pattern[str]
+    pattern: Pattern
     marker: Mapping[str, Any]
     #: What no marker can say: how the bits lie.
     layout: Mapping[str, str] = field(default_factory=dict)
@@ -146,10 +146,7 @@ def parse_assumption(text: str) -> Assumption:
             marker[key] = json.loads(value)
         except ValueError:
             marker[key] = value
-    try:
-        return Assumption(text, re.compile(regex), marker, layout)
-    except re.error as error:
-        raise UsageError(f"--assume {text!r}: {error}") from None
+    return Assumption(text, option_pattern(regex, "--assume"), marker, layout)
 
 
 def take_inventory(checkpoint: Checkpoint, assume: Sequence[Assumption] = ()) -> Inventory:

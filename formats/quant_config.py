@@ -7,7 +7,6 @@ when it is such an object and no list of layers; `quantization_config` in config
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +15,7 @@ from typing import Any
 from qconvert.formats.base import Group
 from qconvert.formats.header import strict_json
 from qconvert.formats.marker import HEADER_KEY
+from qconvert.formats.patterns import Pattern, compile_all
 
 CONFIG_KEY = "quantization_config"
 
@@ -111,22 +111,20 @@ def scheme_weights(config: QuantConfig, prefix: str) -> Mapping[str, Any]:
     if config.method != "compressed-tensors":
         return {}
     groups = config.document.get("config_groups")
-    found: list[Mapping[str, Any]] = []
+    schemes: list[tuple[list[str], Mapping[str, Any]]] = []
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping):
-            continue
-        targets = group.get("targets") or ()
-        if any(isinstance(t, str) and _names(t, prefix) for t in targets):
+        if isinstance(weights, Mapping):
+            targets = group.get("targets")
+            words = [t for t in targets if isinstance(t, str)] if isinstance(targets, list) else []
+            schemes.append((words, weights))
+    if len(schemes) == 1:
+        return schemes[0][1]
+    for words, weights in schemes:
+        if prefix in words or any(p.match(prefix) for p in _patterns(words)):
             return weights
-        found.append(weights)
-    return found[0] if len(found) == 1 else {}
+    return {}
 
 
-def _names(target: str, prefix: str) -> bool:
-    if not target.startswith("re:"):
-        return target == prefix
-    try:
-        return re.match(target[3:], prefix) is not None
-    except re.error:
-        return False
+def _patterns(targets: list[str]) -> tuple[Pattern, ...]:
+    return compile_all(tuple(t.removeprefix("re:") for t in targets if t.startswith("re:")))

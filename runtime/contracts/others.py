@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -155,8 +154,3 @@ def wants(
 
 def missing(severity: Severity, suffix: str, message: str, layer: str) -> Violation:
     return Violation(severity, f"{suffix}-missing", message, layer, "none", suffix)
-
-
-def matches(pattern: str, name: str) -> bool:
-    """A name against a pattern in which only `*` is special."""
-    return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), name) is not None

@@ -7,10 +7,11 @@ quantised is never looked up in the tensors, so a layer that the configuration d
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qconvert.formats.errors import QConvertError
+from qconvert.formats.patterns import compile_all, is_broken
 from qconvert.formats.quant_config import QuantConfig
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Kind, LayerVerdict, Verdict, Violation
@@ -24,9 +25,10 @@ BACKENDS = ("auto", "gptq", "gptq:marlin", "awq", "awq:marlin", "marlin")
 GROUPS = (-1, 32, 64, 128)
 #: Tiles of the Marlin kernel.
 MIN_N, MIN_K = 64, 128
+_SETTINGS = ("bits", "group_size", "sym")
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 #: Characters that make a key of extra_config a pattern.
-_SPECIAL = set(r"*+?^$()[]{}|\\")
+_SPECIAL = frozenset(r"*+?^$()[]{}|\\")
 
 
 class SglangAutoRound(OtherContract):
@@ -47,10 +49,16 @@ class SglangAutoRound(OtherContract):
         if problems:
             return self.verdict(None, (), problems)
         layers = []
-        for prefix, specs in sorted(tensors_by_layer(view).items()):
-            verdict = self._layer(prefix, specs, said.document)
-            if verdict is not None:
-                layers.append(verdict)
+        try:
+            configs = LayerConfigs(said.document)
+            for prefix, specs in sorted(tensors_by_layer(view).items()):
+                verdict = self._layer(prefix, specs, configs)
+                if verdict is not None:
+                    layers.append(verdict)
+        except QConvertError as error:
+            return self.verdict(
+                None, (), [Violation("refuse", "extra-config", f"extra_config: {error.line()}")]
+            )
         needs = Violation("environment", "compute-capability", "Marlin needs compute capability 8.0 or newer")
         fsdp = Violation("note", "fsdp", "AutoRound checkpoints do not support diffusion FSDP inference")
         return self.verdict(CONFIG, layers, [needs, fsdp])
@@ -66,13 +74,13 @@ class SglangAutoRound(OtherContract):
             message = f"Weight input_size_per_partition = {k} is not divisible by min_thread_k = {MIN_K}"
             yield Violation("refuse", "marlin-k", message, None, str(k), f"a multiple of {MIN_K}")
 
-    def _layer(self, prefix: str, specs: Specs, document: Mapping[str, Any]) -> LayerVerdict | None:
+    def _layer(self, prefix: str, specs: Specs, configs: LayerConfigs) -> LayerVerdict | None:
         """The verdict on one layer; None for what is no linear layer."""
         packed, weight = specs.get("qweight"), specs.get("weight")
         kind = kind_of(prefix)
         if packed is None and (weight is None or len(weight.shape) != 2 or kind == "embedding"):
             return None
-        bits, group, symmetric = layer_config(document, prefix)
+        bits, group, symmetric = configs.of(prefix)
         if bits >= 16:
             if packed is None:
                 return LayerVerdict(prefix, kind, None, "UnquantizedLinearMethod")
@@ -101,35 +109,40 @@ class SglangAutoRound(OtherContract):
         return LayerVerdict(prefix, kind, "gptq", "GPTQMarlinLinearMethod", tuple(found))
 
 
-def layer_config(document: Mapping[str, Any], name: str) -> tuple[int, int, bool]:
-    """(bits, group size, symmetric) of a layer: extra_config by name, by pattern, else the file's own.
+class LayerConfigs:
+    """What a configuration says of each layer: extra_config by name, by pattern, else the file's own.
 
-    `block_name_to_quantize` is dropped by the diffusion runtime, so it exempts nothing.
+    `block_name_to_quantize` is dropped by the diffusion runtime, so it exempts nothing. Raises PatternError for
+    patterns that cannot be judged.
     """
-    own = (document.get("bits"), document.get("group_size"), document.get("sym"))
-    extra = document.get("extra_config")
-    entries = extra if isinstance(extra, Mapping) else {}
-    entry = entries.get(name)
-    if entry is None:
-        entry = next((value for key, value in entries.items() if _fits(key, name)), None)
-    if isinstance(entry, Mapping):
-        own = (entry.get("bits", own[0]), entry.get("group_size", own[1]), entry.get("sym", own[2]))
-    return int(own[0] or 0), int(own[1] or 0), bool(own[2])
 
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._own = tuple(document.get(key) for key in _SETTINGS)
+        extra = document.get("extra_config")
+        self._entries: Mapping[str, Any] = extra if isinstance(extra, Mapping) else {}
+        # sglang passes over what is no pattern.
+        keys = (key for key in self._entries if _SPECIAL & set(key) and not is_broken(key))
+        self._patterns = compile_all(tuple(keys))
 
-def _fits(pattern: Any, name: str) -> bool:
-    if not isinstance(pattern, str) or not _SPECIAL & set(pattern):
-        return False
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error:
-        return False
+    def of(self, name: str) -> tuple[int, int, bool]:
+        """(bits, group size, symmetric) of a layer. Raises QConvertError for what is no number."""
+        entry = self._entries.get(name)
+        if entry is None:
+            fitting = (pattern for pattern in self._patterns if pattern.fullmatch(name))
+            entry = next((self._entries[pattern.text] for pattern in fitting), None)
+        bits, group, symmetric = self._own
+        if isinstance(entry, Mapping):
+            bits, group, symmetric = map(entry.get, _SETTINGS, self._own)
+        for key, value in zip(_SETTINGS, (bits, group), strict=False):
+            if value is not None and not isinstance(value, int):
+                raise QConvertError(f"{key} of {name} is not a whole number", found=repr(value)[:40])
+        return int(bits or 0), int(group or 0), bool(symmetric)
 
 
 def _settings(said: QuantConfig) -> Iterator[Violation]:
     """What the config classes refuse, in their words."""
     document = said.document
-    for key in ("bits", "group_size", "sym"):
+    for key in _SETTINGS:
         if key not in document:
             message = f"Cannot find any of {[key]} in the model's quantization config."
             yield Violation("refuse", f"{key}-missing", message)

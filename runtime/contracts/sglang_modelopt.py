@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from qconvert.formats.patterns import wildcard
 from qconvert.formats.quant_config import QuantConfig
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Kind, LayerVerdict, Verdict, Violation
@@ -19,7 +20,6 @@ from qconvert.runtime.contracts.others import (
     OtherContract,
     Specs,
     kind_of,
-    matches,
     missing,
     scaled_layers,
     wants,
@@ -95,7 +95,7 @@ class SglangModelOpt(OtherContract):
             rules = _nvfp4 if config == _FP4 else _fp8
             found = [*self.planned_of(config, prefix, specs), *rules(prefix, specs)]
             found += list(_extra(prefix, specs, _PARTS[config]))
-            if config == _FP8 and any(matches(pattern, prefix) for pattern in ignore):
+            if config == _FP8 and any(wildcard(pattern, prefix) for pattern in ignore):
                 message = "listed in ignore: built unquantised, fp8 codes are used as weights"
                 found.append(Violation("trap", "ignored-quantised", message, prefix))
             layers.append(
@@ -309,7 +309,7 @@ def _not_ignored(view: HeaderView, ignore: list[str]) -> Iterator[Violation]:
     for prefix, specs in sorted(tensors_by_layer(view).items()):
         weight = specs.get("weight")
         plain = weight is not None and weight.dtype in ("BF16", "F16", "F32") and len(weight.shape) == 2
-        if plain and kind_of(prefix) == "linear" and not any(matches(p, prefix) for p in ignore):
+        if plain and kind_of(prefix) == "linear" and not any(wildcard(p, prefix) for p in ignore):
             message = (
                 "unquantised and not in ignore: if the model builds it as a linear layer it is cast to fp8"
             )

@@ -10,7 +10,7 @@ import pytest
 from qconvert.formats.quant_config import QuantConfig
 from qconvert.runtime.contracts.base import Verdict
 from qconvert.runtime.contracts.registry import contracts_of, get_contract
-from qconvert.runtime.contracts.sglang_autoround import _settings, layer_config
+from qconvert.runtime.contracts.sglang_autoround import LayerConfigs, _settings
 
 NAME = "sglang-autoround-0.5.23"
 GOOD = {
@@ -136,4 +136,4 @@ def test_sglang_resolves_configurations_in_the_same_way() -> None:
         assert accepted == (not list(_settings(QuantConfig("auto-round", document, "here")))), document
         for name in ("a.b", "x.0.fc", "x.7.fc", "y") if accepted else ():
             config = theirs.get_layer_config(torch.nn.Linear(2, 2), name)
-            assert tuple(config) == layer_config(document, name), (document, name)
+            assert tuple(config) == LayerConfigs(document).of(name), (document, name)
