@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from qconvert.convert.actions import Action, PartOut
 from qconvert.convert.calibration import Calibrator
+from qconvert.convert.heap import keep_freed_buffers
 from qconvert.convert.journal import Notes, Record
 from qconvert.convert.units import ConstUnit, CopyUnit, LayerUnit, Unit
 from qconvert.formats.base import F32, Array, Codes
@@ -138,6 +139,7 @@ class Executor:
 
     def run(self, units: Sequence[Unit]) -> dict[str, Result]:
         """Write the units; returns energies per transformed layer. Raises the first error of any piece."""
+        keep_freed_buffers()
         self._fit_memory(units)
         for unit in units:
             if isinstance(unit, ConstUnit):

@@ -140,15 +140,13 @@ class CpuBackend:
         codes = np.empty((x.shape[0], x.shape[1] // 2), dtype=np.uint8)
         scales = np.empty((x.shape[0], x.shape[1] // 16), dtype=np.uint8)
         offsets = _offsets(search.NVFP4_OFFSETS if quality == "best" else ())
-        tiles, flat = x.reshape(-1, 16), x.reshape(-1)
-        blocks.encode_nvfp4(
-            tiles, flat, np.float32(tensor_scale), offsets, codes.reshape(-1), scales.reshape(-1)
-        )
+        tiles = x.reshape(-1, 16)
+        blocks.encode_nvfp4(tiles, np.float32(tensor_scale), offsets, codes.reshape(-1), scales.reshape(-1))
         return codes, scales
 
     def nvfp4_decode(self, codes: U8, scales: U8, tensor_scale: np.float32) -> F32:
         out = np.empty((codes.shape[0], codes.shape[1] * 2), dtype=np.float32)
-        source = np.ascontiguousarray(codes).reshape(-1, 8)
+        source = _flat(codes, np.uint8)
         blocks.decode_nvfp4(source, _flat(scales, np.uint8), np.float32(tensor_scale), out.reshape(-1, 16))
         return out
 

@@ -8,7 +8,6 @@ import numpy as np
 from qconvert.kernels.cpu import bits
 from qconvert.kernels.cpu.jit import (
     F32,
-    F32_1,
     F32_2,
     I32_1,
     OUT_F32_2,
@@ -28,7 +27,7 @@ F, I = np.float32, np.int32  # noqa: E741
 def _amax_bits(block: Any) -> Any:
     largest = I(0)
     for c in range(block.size):
-        largest = max(largest, bits.bits_of(block[c]) & I(0x7FFFFFFF))
+        largest = I(max(largest, I(bits.bits_of(block[c]) & I(0x7FFFFFFF))))
     return largest
 
 
@@ -38,11 +37,11 @@ def encode_mxfp8(x: Any, out: Any, scales: Any) -> None:
     for i in range(x.shape[0]):
         block, target = x[i], out[i]
         ratio = bits.bits_of(bits.float_of(_amax_bits(block)) / F(448.0))
-        e = ratio >> I(23)
+        e = I(ratio >> I(23))
         if ratio & I(0x7FFFFF):
-            e += I(1)
+            e = I(e + I(1))
         scales[i] = np.uint8(e)
-        inverse = bits.float_of((I(254) - e) << I(23))
+        inverse = bits.float_of(I(I(I(254) - e) << I(23)))
         for c in range(32):
             target[c] = bits.encode_e4m3(block[c] * inverse)
 
@@ -78,7 +77,7 @@ def _search(
     for k in range(offsets.size):
         offset = offsets[k]
         for lane in range(LANES):
-            candidate[lane] = min(max(start[lane] + offset, I(0)), I(126))
+            candidate[lane] = I(min(max(I(start[lane] + offset), I(0)), I(126)))
             b[lane] = bits.scale_of_code(candidate[lane])
             inverse[lane] = F(1.0) / b[lane] if candidate[lane] > I(0) else F(0.0)
         for c in range(sums.shape[0]):
@@ -107,20 +106,29 @@ def _transpose(blocks: Any, factor: Any, y: Any) -> Any:
 
 
 @helper
-def _pack_e2m1(values: Any, divisors: Any, codes: Any, packed: Any) -> Any:
-    """packed [m/2] from values [m] over divisors [m]; codes [m]: scratch. A divisor of zero gives codes 0."""
-    for i in range(values.size):
-        code = bits.encode_e2m1(values[i] / divisors[i])
-        codes[i] = code if divisors[i] > F(0.0) else np.uint8(0)
-    pairs = codes.view(np.uint16)
+def _pack_e2m1(blocks: Any, divisors: Any, codes: Any, pairs: Any, packed: Any) -> Any:
+    """packed [8n] from blocks [n, 16] over divisors [n]. A divisor of zero gives codes 0.
+
+    codes [L, 16]: scratch, and pairs [8L] the same memory.
+    """
+    for lane in range(blocks.shape[0]):
+        block, row, divisor = blocks[lane], codes[lane], divisors[lane]
+        for c in range(block.size):
+            row[c] = bits.encode_e2m1(block[c] / divisor)
+    # Apart from the above: views that live across a branch are counted references, an atomic operation each.
+    for lane in range(blocks.shape[0]):
+        if divisors[lane] == F(0.0):
+            for c in range(blocks.shape[1]):
+                codes[lane, c] = np.uint8(0)
     for i in range(packed.size):
         # Little endian: the even column is the low byte, and goes to the high nibble.
-        packed[i] = np.uint8((pairs[i] << np.uint16(4)) | (pairs[i] >> np.uint16(8)))
+        pair = np.uint16(pairs[i])
+        packed[i] = np.uint8(np.uint16(pair << np.uint16(4)) | np.uint16(pair >> np.uint16(8)))
 
 
-@kernel(F32_2, F32_1, F32, I32_1, OUT_U8_1, OUT_U8_1)
-def encode_nvfp4(x: Any, flat: Any, tensor_scale: Any, offsets: Any, out: Any, scales: Any) -> None:
-    """x [n, 16] and the same memory flat, out [8n], scales [n]; see `reference.nvfp4_encode`.
+@kernel(F32_2, F32, I32_1, OUT_U8_1, OUT_U8_1)
+def encode_nvfp4(x: Any, tensor_scale: Any, offsets: Any, out: Any, scales: Any) -> None:
+    """x [n, 16], out [8n], scales [n]; see `reference.nvfp4_encode`.
 
     Without offsets: absmax scales. The block size is read from x on purpose: loops over a known small number would
     be unrolled instead of vectorised.
@@ -128,8 +136,13 @@ def encode_nvfp4(x: Any, flat: Any, tensor_scale: Any, offsets: Any, out: Any, s
     count, width = x.shape
     y, sums = np.zeros((width, LANES), np.float32), np.empty((width // 2, LANES), np.float32)
     start, code, candidate = np.zeros(LANES, np.int32), np.zeros(LANES, np.int32), np.zeros(LANES, np.int32)
-    scale, least = np.empty((2, LANES), np.float32), np.empty(LANES, np.float32)
-    total, codes = np.empty(LANES * width, np.float32), np.empty(LANES * width, np.uint8)
+    scale, least, total = (
+        np.empty((2, LANES), np.float32),
+        np.empty(LANES, np.float32),
+        np.empty(LANES, np.float32),
+    )
+    pairs = np.empty(LANES * width // 2, np.uint16)
+    codes = pairs.view(np.uint8).reshape(LANES, width)
     for first in range(0, count, LANES):
         last = min(first + LANES, count)
         blocks = x[first:last]
@@ -142,18 +155,26 @@ def encode_nvfp4(x: Any, flat: Any, tensor_scale: Any, offsets: Any, out: Any, s
                 code[lane] = start[lane]
         for lane in range(last - first):
             scales[first + lane] = np.uint8(code[lane])
-            factor = tensor_scale * bits.scale_of_code(code[lane])
-            for c in range(width):
-                total[lane * width + c] = factor
-        _pack_e2m1(flat[first * width : last * width], total, codes, out[first * 8 : last * 8])
+            total[lane] = tensor_scale * bits.scale_of_code(code[lane])
+        _pack_e2m1(blocks, total, codes, pairs, out[first * 8 : last * 8])
 
 
-@kernel(U8_2, U8_1, F32, OUT_F32_2)
+@kernel(U8_1, U8_1, F32, OUT_F32_2)
 def decode_nvfp4(codes: Any, scales: Any, tensor_scale: Any, out: Any) -> None:
-    """codes [n, 8], scales [n], out [n, 16]."""
-    for i in range(codes.shape[0]):
-        block, target = codes[i], out[i]
-        total = tensor_scale * bits.decode_e4m3(scales[i])
-        for c in range(8):
-            target[2 * c] = bits.decode_e2m1(block[c] >> np.uint8(4)) * total
-            target[2 * c + 1] = bits.decode_e2m1(block[c] & np.uint8(15)) * total
+    """codes [8n], scales [n], out [n, 16]. Nibbles are spread to bytes first, which LLVM vectorises apart."""
+    count, width = out.shape
+    total, pairs = np.empty(LANES, np.float32), np.empty(LANES * width // 2, np.uint16)
+    spread = pairs.view(np.uint8).reshape(LANES, width)
+    for first in range(0, count, LANES):
+        last = min(first + LANES, count)
+        packed, target = codes[first * 8 : last * 8], out[first:last]
+        for lane in range(last - first):
+            total[lane] = tensor_scale * bits.decode_e4m3(scales[first + lane])
+        for i in range(packed.size):
+            byte = np.uint16(packed[i])
+            low = np.uint16(np.uint16(byte & np.uint16(15)) << np.uint16(8))
+            pairs[i] = np.uint16(np.uint16(byte >> np.uint16(4)) | low)
+        for lane in range(last - first):
+            row, values, factor = spread[lane], target[lane], total[lane]
+            for c in range(width):
+                values[c] = bits.decode_e2m1(row[c]) * factor

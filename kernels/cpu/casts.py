@@ -16,8 +16,8 @@ from qconvert.kernels.cpu.jit import (
     kernel,
 )
 
-#: Partial sums of `error`, side by side in vector registers.
-LANES = 16
+#: Partial sums of `error`. Many, so that LLVM keeps the loop over them and vectorises it.
+LANES = 256
 
 
 @kernel(U16_1, OUT_F32_1)
