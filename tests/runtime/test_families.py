@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
-from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,39 +18,26 @@ from qconvert.formats.tensors import Spec
 from qconvert.runtime.families import FamilyMatch, Role, detect, generic_role, load_families, owner
 from qconvert.runtime.families.names import Names
 
-SKELETONS = Path(__file__).parents[1] / "data" / "skeletons"
+
+def _module() -> ModuleType:
+    name = "qconvert_tests_skeletons"
+    if name not in sys.modules:
+        path = Path(__file__).parents[1] / "skeletons.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+_skeletons: Any = _module()
 Header = dict[str, Spec]
-
-
-@cache
-def document(name: str) -> dict[str, Any]:
-    return dict(json.loads((SKELETONS / f"{name}.json").read_text()))
-
-
-@cache
-def skeleton(name: str) -> Mapping[str, Spec]:
-    """Names and shapes at true size; `{0..3,7}` in a key stands for each of those numbers."""
-    header: Header = {}
-    for key, text in document(name)["tensors"].items():
-        dtype, *shape = text.split()
-        spec = Spec(dtype, tuple(map(int, shape)))
-        pattern = re.sub(r"\{[^}]*\}", "{}", key)
-        for choice in product(*map(_numbers, re.findall(r"\{([^}]*)\}", key))):
-            header[pattern.format(*choice)] = spec
-    assert len(header) == document(name)["n_tensors"]
-    return header
-
-
-def _numbers(text: str) -> list[int]:
-    found: list[int] = []
-    for part in text.split(","):
-        a, _, b = part.partition("..")
-        found += range(int(a), int(b or a) + 1)
-    return found
-
-
-def prefixed(header: Mapping[str, Spec], prefix: str) -> Header:
-    return {prefix + name: spec for name, spec in header.items()}
+document, skeleton, prefixed, ALL = (
+    _skeletons.document,
+    _skeletons.skeleton,
+    _skeletons.prefixed,
+    _skeletons.ALL,
+)
 
 
 def nvfp4(header: Mapping[str, Spec], marked: bool = True) -> Header:
@@ -106,7 +93,6 @@ PREFIXES = {
     ),
     "vae": ("vae.", "first_stage_model.", "audio_vae."),
 }
-ALL = sorted(path.stem for path in SKELETONS.glob("*.json"))
 
 
 @cache
