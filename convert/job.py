@@ -13,6 +13,7 @@ from typing import Literal
 from qconvert.convert.actions import Plan, out_spec, output_header
 from qconvert.convert.calibration import Calibrator, note_calibration, opened_calibration
 from qconvert.convert.execute import DEFAULT_MEMORY, PROBE_ROWS, Executor, Probe, Result
+from qconvert.convert.gate import gate, refuse_plan
 from qconvert.convert.identity import job_digest, plan_digest
 from qconvert.convert.journal import Notes
 from qconvert.convert.output import OutputFile, refuse_same_file
@@ -144,10 +145,12 @@ def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
             hint="`qconvert inspect` shows what it rests on, --assume 'LAYER_REGEX=FORMAT' settles it",
         )
     metadata = plan.metadata | {"qconvert": dumps(provenance(plan, request, checkpoint))}
+    form = output_form(plan, checkpoint, "model.safetensors")
     if target.header is not None:
-        metadata |= target.header(output_form(plan, checkpoint, "model.safetensors"))
+        metadata |= target.header(form)
     lay_out = gguf_write.lay_out if target.container == "gguf" else layout
     plan = replace(plan, metadata=metadata)
+    refuse_plan(output_path(request, target), plan, form)
     return plan, lay_out(output_header(plan), metadata)
 
 
@@ -252,7 +255,7 @@ def execute_plan(
         with writer.written(outs) as written:
             written.config = beside.config() if sidecars else written.config
             verdicts = tuple(contract.check(written.view()) for contract in plan.contracts)
-            _gate(path, plan, verdicts)
+            gate(path, plan, verdicts)
             _read_back(checkpoint, written, plan, results, path, backend)
         for out in outs:
             out.commit()
@@ -282,20 +285,6 @@ def output_path(request: Request, target: Target) -> Place:
     if target.sidecars is None and folder:
         return request.output / default_output(request.source, target).name
     return request.output
-
-
-def _gate(path: Path, plan: Plan, verdicts: tuple[Verdict, ...]) -> None:
-    """The main contract must accept the written header, unless nothing in it is quantised."""
-    if not verdicts or all(action.codec.name == "plain" for action in plan.actions):
-        return
-    main = verdicts[0]
-    if not main.accepted:
-        violation = next(v for v in main.all_violations() if v.severity in ("refuse", "trap"))
-        raise QConvertError(
-            f"{main.runtime} would not take the result: {violation.line()}",
-            file=str(path),
-            hint="nothing was written; --keep 'REGEX' can leave the layer unquantised",
-        )
 
 
 def _read_back(
