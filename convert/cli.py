@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -221,6 +222,8 @@ def targets(as_json: bool) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: one clear line for every failure, exit code 2 for usage and 1 for a refused or failed job."""
+    # A header of ten thousand tensors becomes a million objects without cycles: looking for some takes time.
+    gc.set_threshold(200_000, 20, 20)
     try:
         code = cli.main(argv, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

@@ -170,7 +170,7 @@ def take_inventory(checkpoint: Checkpoint, assume: Sequence[Assumption] = ()) ->
                 assumed = assumption
                 break
         legacy, full = _legacy(prefix, sentinels)
-        specs = {suffix: tensor.spec for suffix, tensor in tensors.items()}
+        specs = {suffix: checkpoint.specs[tensor.name] for suffix, tensor in tensors.items()}
         peek = _peek(checkpoint, tensors)
         head = _head(checkpoint, tensors)
         group = Group(prefix, specs, legacy, full, checkpoint.config, checkpoint.metadata, peek, head)
@@ -326,7 +326,7 @@ def _recognise(
             )
         findings.extend(got.findings)
         return _layer(group.prefix, got, tensors, findings, marker)
-    for candidate in CODECS:
+    for candidate in (codec("plain"),) if _nothing_beside(group) else CODECS:
         got = candidate.recognise(group, None)
         if isinstance(got, str):
             if any(anchor in group.tensors for anchor in candidate.anchors) and candidate.name != "plain":
@@ -354,6 +354,12 @@ def _recognise(
             hint="name it with --assume 'LAYER_REGEX=FORMAT'",
         )
     return None
+
+
+def _nothing_beside(group: Group) -> bool:
+    """Whether a weight of floats stands alone: no format keeps codes in floats without scales, so none is asked."""
+    weight = group.tensors.get("weight")
+    return weight is not None and weight.dtype in FLOATS and group.tensors.keys() <= {"weight", "bias"}
 
 
 def _nearest_reasons(reasons: list[str], group: Group) -> str:

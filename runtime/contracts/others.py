@@ -11,6 +11,7 @@ from qconvert.formats.quant_config import QuantConfig, checkpoint_config
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Kind, LayerVerdict, Severity, Verdict, Violation
 from qconvert.runtime.contracts.common import PLAIN_FORMATS, container_violations, remedy, tensors_by_layer
+from qconvert.runtime.contracts.once import once_a_view
 from qconvert.runtime.roles import is_embedding_name
 
 #: Types of weights that mean nothing without the runtime's knowledge of their scales.
@@ -111,6 +112,7 @@ class OtherContract:
         return self.verdict(None, (), [Violation("trap", "not-declared", message, None, found)])
 
 
+@once_a_view
 def quantised_weights(view: HeaderView) -> list[str]:
     """Layers whose weight is of a packed type."""
     layers = tensors_by_layer(view)

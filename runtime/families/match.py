@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from qconvert.runtime.families.pattern import NamePattern
 from qconvert.runtime.families.schema import (
     Component,
     Effect,
@@ -40,7 +41,7 @@ class FamilyMatch:
     #: Layer prefixes of the component, without `prefix`.
     _layers: frozenset[str] = field(repr=False, compare=False)
     #: For role rules about the first or last blocks: how many blocks there are.
-    _blocks: dict[re.Pattern[str], int] = field(repr=False, compare=False)
+    _blocks: dict[NamePattern, int] = field(repr=False, compare=False)
 
     @property
     def component(self) -> Component:

@@ -7,23 +7,24 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
+from qconvert.runtime.families.pattern import NamePattern
 from qconvert.runtime.families.schema import Component, Detection
 
 if TYPE_CHECKING:
     from qconvert.formats.tensors import Spec
 
 #: What files put in front of a component's names, as whole-prefix patterns. "" is always tried.
-_PREFIXES: dict[Component, re.Pattern[str]] = {
-    "diffusion": re.compile(
+_PREFIXES: dict[Component, NamePattern] = {
+    "diffusion": NamePattern(
         r"(?:model\.)?diffusion_model\.|model\.(?:model\.)?|net\.|transformer\.|unet\.|module\."
     ),
-    "text_encoder": re.compile(
+    "text_encoder": NamePattern(
         r"text_encoders\.[^.]+\.(?:(?:transformer|model)\.)?"
         r"|cond_stage_model\.(?:[^.]+\.)?(?:(?:transformer|model)\.)?"
         r"|conditioner\.embedders\.\d+\.(?:(?:transformer|model)\.)?"
         r"|text_encoder(?:_\d)?\.|transformer\."
     ),
-    "vae": re.compile(r"first_stage_model\.|(?:video_|audio_)?vae\."),
+    "vae": NamePattern(r"first_stage_model\.|(?:video_|audio_)?vae\."),
 }
 #: No prefix pattern has more parts than this.
 _DEPTH = 4
@@ -93,7 +94,7 @@ class Names:
             self.specs.setdefault(layer + ".weight", None)
         self._known: dict[str, list[str]] = {}
 
-    def matching(self, pattern: re.Pattern[str]) -> list[str]:
+    def matching(self, pattern: NamePattern) -> list[str]:
         """Names that the pattern matches as a whole."""
         found = self._known.get(pattern.pattern)
         if found is None:
@@ -136,7 +137,7 @@ class Groups:
                 self._heads[".".join(parts[:depth]) + "."] = None
         self._found: dict[str, tuple[str, ...]] = {}
 
-    def prefixes(self, component: Component, own: tuple[re.Pattern[str], ...] | None) -> tuple[str, ...]:
+    def prefixes(self, component: Component, own: tuple[NamePattern, ...] | None) -> tuple[str, ...]:
         """Prefixes in this file that a family's own patterns describe, or the component's usual ones and ""."""
         asked = own or (_PREFIXES[component],)
         found: list[str] = [] if own else [""]

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
+from qconvert.runtime.families.pattern import NamePattern
+
 Component = Literal["diffusion", "text_encoder", "vae"]
 Kind = Literal["linear", "embedding", "protected", "other"]
 #: keep_unquantised: these layers must be plain. refuse_target: the runtime cannot take this family in this format.
@@ -53,7 +55,7 @@ class FamilyDataError(ValueError):
 class ShapeRule:
     """Some tensor whose name matches has in dimension `dim` one of these sizes, or (`none_of`) another size."""
 
-    tensor: re.Pattern[str]
+    tensor: NamePattern
     dim: int
     one_of: frozenset[int] | None = None
     none_of: frozenset[int] | None = None
@@ -68,11 +70,11 @@ class ShapeRule:
 class Detection:
     """All of `required` and `shapes` hold, none of `forbidden` matches a name. Names without the prefix."""
 
-    required: tuple[re.Pattern[str], ...]
-    forbidden: tuple[re.Pattern[str], ...] = ()
+    required: tuple[NamePattern, ...]
+    forbidden: tuple[NamePattern, ...] = ()
     shapes: tuple[ShapeRule, ...] = ()
     #: In place of the component's usual prefixes.
-    prefixes: tuple[re.Pattern[str], ...] | None = None
+    prefixes: tuple[NamePattern, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class Variant:
 class RoleRule:
     """What the layers whose whole name matches are. With `first` or `last`: only in that many outermost blocks."""
 
-    layers: re.Pattern[str]
+    layers: NamePattern
     kind: Kind
     why: str | None = None
     variants: frozenset[str] | None = None
@@ -100,7 +102,7 @@ class FusedRule:
     """`<stem>.<member>` of one stem become one module when the runtime loads them."""
 
     runtime: str
-    stem: re.Pattern[str]
+    stem: NamePattern
     members: tuple[str, ...]
     variants: frozenset[str] | None = None
 
@@ -113,7 +115,7 @@ class RuntimeRule:
     effect: Effect
     why: str
     formats: frozenset[str] | None = None
-    layers: re.Pattern[str] | None = None
+    layers: NamePattern | None = None
     count: int | None = None
     variants: frozenset[str] | None = None
 
@@ -140,11 +142,12 @@ _FANCY = re.compile(r"\(\?(?:[=!#]|<[=!])|\(\?P=|\\[1-9]")
 class _Table:
     """One TOML table: typed look-ups, and an error for every key that nobody asked for."""
 
-    def __init__(self, data: object, where: str) -> None:
+    def __init__(self, data: object, where: str, trusted: bool = False) -> None:
         if not isinstance(data, dict):
             raise FamilyDataError(f"{where}: expected a table, found {type(data).__name__}")
         self._data: dict[str, Any] = dict(data)
         self.where = where
+        self._trusted = trusted
 
     def fail(self, problem: str) -> FamilyDataError:
         return FamilyDataError(f"{self.where}: {problem}")
@@ -189,25 +192,30 @@ class _Table:
             raise self.fail(f"{key!r} must be a list of integers")
         return frozenset(found) if found else None
 
-    def pattern(self, key: str) -> re.Pattern[str]:
+    def pattern(self, key: str) -> NamePattern:
         return self.compile(key, self.text(key))
 
-    def patterns(self, key: str, *, needed: bool = False) -> tuple[re.Pattern[str], ...]:
+    def patterns(self, key: str, *, needed: bool = False) -> tuple[NamePattern, ...]:
         return tuple(self.compile(key, text) for text in self.texts(key, needed=needed))
 
-    def compile(self, key: str, text: str) -> re.Pattern[str]:
+    def compile(self, key: str, text: str) -> NamePattern:
+        pattern = NamePattern(text)
+        if self._trusted:
+            return pattern
         try:
-            compiled = re.compile(text)
+            _ = pattern.compiled
         except re.error as error:
             raise self.fail(f"{key!r} is no regular expression: {text!r} ({error})") from error
         bare = re.sub(r"\\.", "x", text)
         if _REPEATED.search(bare) or _FANCY.search(text):
             raise self.fail(f"{key!r} must be plain (no repeated groups, look-around, references): {text!r}")
-        return compiled
+        return pattern
 
     def tables(self, key: str) -> list[_Table]:
         found = self.value(key, list) or []
-        return [_Table(item, f"{self.where}, [[{key}]] {i + 1}") for i, item in enumerate(found)]
+        return [
+            _Table(item, f"{self.where}, [[{key}]] {i + 1}", self._trusted) for i, item in enumerate(found)
+        ]
 
     def done(self) -> None:
         if self._data:
@@ -257,8 +265,8 @@ def _variants_of(table: _Table, known: frozenset[str]) -> frozenset[str] | None:
     return named or None
 
 
-def _need_block(table: _Table, layers: re.Pattern[str] | None) -> None:
-    if layers is None or "block" not in layers.groupindex:
+def _need_block(table: _Table, layers: NamePattern | None) -> None:
+    if layers is None or "(?P<block>" not in layers.pattern:
         raise table.fail("'layers' needs a group named 'block' that holds the block's number")
 
 
@@ -317,18 +325,18 @@ def _runtime(table: _Table, known: frozenset[str]) -> RuntimeRule:
     return rule
 
 
-def _toml(text: str, name: str) -> _Table:
+def _toml(text: str, name: str, trusted: bool) -> _Table:
     try:
-        return _Table(tomllib.loads(text), name)
+        return _Table(tomllib.loads(text), name, trusted)
     except tomllib.TOMLDecodeError as error:
         raise FamilyDataError(f"{name}: {error}") from error
 
 
 def parse_common(
-    text: str, name: str, families: Mapping[str, Component]
+    text: str, name: str, families: Mapping[str, Component], *, trusted: bool = False
 ) -> dict[str, tuple[RuntimeRule, ...]]:
     """Rules that hold for every family of a component but those named in `except`, by family."""
-    top = _toml(text, name)
+    top = _toml(text, name, trusted)
     rules: dict[str, list[RuntimeRule]] = {family: [] for family in families}
     for table in top.tables("runtime"):
         component = table.choice("component", get_args(Component))
@@ -343,9 +351,9 @@ def parse_common(
     return {family: tuple(found) for family, found in rules.items()}
 
 
-def parse_family(text: str, name: str) -> Family:
-    """Read one family file; `name` is what errors call it."""
-    top = _toml(text, name)
+def parse_family(text: str, name: str, *, trusted: bool = False) -> Family:
+    """Read one family file; `name` is what errors call it. `trusted`: its patterns are known to be good."""
+    top = _toml(text, name, trusted)
     variants = tuple(_variant(table) for table in top.tables("variant"))
     known = frozenset(variant.id for variant in variants)
     family = Family(

@@ -55,6 +55,10 @@ why = "three"
 """
 
 
+def test_shipped_patterns_are_sound() -> None:
+    assert load_families(trusted=False) == load_families()
+
+
 def test_a_good_file() -> None:
     family = parse_family(GOOD, "toy.toml")
     assert (family.id, family.component, len(family.roles)) == ("toy", "diffusion", 2)
