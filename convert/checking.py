@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 from qconvert.convert.reading import read_source
-from qconvert.convert.report import verdict_json
 from qconvert.convert.text import table
+from qconvert.convert.verdicts import verdict_json
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.evidence import Judgement

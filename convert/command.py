@@ -19,7 +19,7 @@ from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.layers import Layer, parse_assumption
 from qconvert.formats.remote import Place
 from qconvert.runtime.targets import Wishes
-from qconvert.runtime.verify import decibels, describe
+from qconvert.runtime.verify import decibels
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
@@ -123,7 +123,7 @@ def print_plan(checkpoint: Checkpoint, plan: Plan, out_bytes: int, path: Place) 
 def _source_word(layer: Layer) -> str:
     # Formats of other ecosystems have no markers to miss.
     missing = layer.marker is None and layer.codec.marker(layer.options) is not None
-    return describe(layer) + (" (unmarked)" if missing else "")
+    return layer.word + (" (unmarked)" if missing else "")
 
 
 def print_outcome(outcome: Outcome) -> None:

@@ -23,7 +23,7 @@ from qconvert.formats.errors import QConvertError
 from qconvert.formats.layers import Inventory, Layer
 from qconvert.formats.tensors import TensorSpec
 from qconvert.kernels.select import get_backend
-from qconvert.runtime.verify import Side, compare_layer, describe, pair_layers
+from qconvert.runtime.verify import Side, compare_layer, pair_layers
 
 CHUNK = 4 << 20
 #: Options that say how a layer is to be read and that no header shows.
@@ -91,8 +91,8 @@ def diff_files(a: Checkpoint, b: Checkpoint, sample: int | None = None) -> FileD
 def _layer(a: tuple[Checkpoint, Layer], b: tuple[Checkpoint, Layer], sample: int | None) -> LayerDiff:
     x, y = a[1], b[1]
     found = LayerDiff(x.prefix)
-    if describe(x) != describe(y):
-        found.changes.append(Change("format", describe(x), describe(y)))
+    if x.word != y.word:
+        found.changes.append(Change("format", x.word, y.word))
     if x.marker != y.marker:
         found.changes.append(Change("marker", _marker(x), _marker(y)))
     for key in _READING:

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 from qconvert.convert.checking import judge, named_view, weighed_source
-from qconvert.convert.report import verdict_json
 from qconvert.convert.text import grouped, size, table, tally
+from qconvert.convert.verdicts import verdict_json
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.header import strict_json
@@ -21,7 +21,6 @@ from qconvert.runtime.contracts.base import Verdict
 from qconvert.runtime.contracts.registry import contract_names, get_contract
 from qconvert.runtime.families import detect
 from qconvert.runtime.roles import is_embedding_name
-from qconvert.runtime.verify import describe
 
 #: Kinds of finding that fit on a screen beside the rest.
 FINDINGS = 10
@@ -124,7 +123,7 @@ def _kinds(inventory: Inventory) -> list[tuple[str, ...]]:
         kind = "bank" if layer.experts else {1: "norm", 2: "linear"}.get(layer.ndim, "conv")
         if kind == "linear" and is_embedding_name(layer.prefix):
             kind = "embedding"
-        groups.setdefault((kind, describe(layer)), []).append(layer)
+        groups.setdefault((kind, layer.word), []).append(layer)
     rows: list[tuple[str, ...]] = [("kind", "format", "layers", "bytes", "e.g.")]
     for (kind, name), layers in sorted(groups.items()):
         example = f"{layers[0].prefix} [{layers[0].n}, {layers[0].k}]"
@@ -156,7 +155,7 @@ def _carriers(checkpoint: Checkpoint) -> list[str]:
 def _layer_json(layer: Layer) -> dict[str, Any]:
     return {
         "layer": layer.prefix,
-        "format": describe(layer),
+        "format": layer.word,
         "n": layer.n,
         "k": layer.k,
         "options": {key: value for key, value in layer.options.items() if key != "shape"},

@@ -7,8 +7,8 @@ from typing import Any
 
 from qconvert.convert.actions import LOSSLESS, Plan
 from qconvert.convert.job import Outcome
+from qconvert.convert.verdicts import verdict_json
 from qconvert.formats.remote import Place
-from qconvert.runtime.contracts.base import Verdict
 from qconvert.runtime.verify import decibels
 
 
@@ -53,29 +53,4 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "source_bytes": outcome.source_bytes,
         "seconds": round(outcome.seconds, 3),
         "verdicts": [verdict_json(verdict) for verdict in outcome.verdicts],
-    }
-
-
-def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """A contract's answer."""
-    return {
-        "runtime": verdict.runtime,
-        "config": verdict.config,
-        "accepted": verdict.accepted,
-        "layers": [
-            {"layer": layer.layer, "kind": layer.kind, "format": layer.format, "method": layer.method}
-            for layer in verdict.layers
-        ],
-        "violations": [
-            {
-                "severity": v.severity,
-                "rule": v.rule,
-                "layer": v.layer,
-                "message": v.message,
-                "found": v.found,
-                "expected": v.expected,
-                "remedy": v.remedy,
-            }
-            for v in verdict.all_violations()
-        ],
     }

@@ -189,13 +189,16 @@ def parse_header(raw: bytes, file_size: int, name: str, index: int = 0) -> Heade
     return Header(tuple(tensors), metadata, data_start, file_size, raw)
 
 
+_KEYS = {"dtype", "shape", "data_offsets"}
+
+
 def _counts(values: Any) -> bool:
     """Whether all are plain integers that a size or an offset can be."""
     return all(type(value) is int and 0 <= value < _MAX_COUNT for value in values)
 
 
 def _tensor(name: str, key: str, entry: Any, data_start: int, payload: int, index: int) -> TensorSpec:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, dict) or entry.keys() != _KEYS:
         _fail(name, f"tensor {key!r} needs exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:

@@ -15,6 +15,7 @@ from qconvert.formats.finding import Finding, Level
 from qconvert.formats.marker import Markers, collect
 from qconvert.formats.padding import unpad
 from qconvert.formats.patterns import Pattern, option_pattern
+from qconvert.formats.plain import plain_form
 from qconvert.formats.quant_config import header_config
 from qconvert.formats.registry import CODECS, codec, codec_for_marker, known_formats
 from qconvert.formats.tensors import TensorSpec
@@ -73,6 +74,11 @@ class Layer:
         """Whether the prefix is the name of a tensor itself: a quantised parameter that is no module's weight."""
         weight = self.tensors.get("weight")
         return weight is not None and weight.name == self.prefix
+
+    @property
+    def word(self) -> str:
+        """The format in a word: the marker's, else the codec's or the dtype."""
+        return str(self.marker["format"]) if self.marker else self.codec.word(self.options)
 
     @property
     def first(self) -> TensorSpec:
@@ -160,7 +166,12 @@ def take_inventory(checkpoint: Checkpoint, assume: Sequence[Assumption] = ()) ->
     raw = {prefix: data for prefix, data in checkpoint.marker_bytes().items() if prefix}
     markers, findings = collect(raw, checkpoint.metadata, groups)
     layers: dict[str, Layer] = {}
+    plain = codec("plain")
     for prefix, tensors in groups.items():
+        if prefix not in markers and _alone(tensors):
+            n, k, options = plain_form(tensors["weight"])
+            layers[prefix] = Layer(prefix, n, k, plain, options, tensors, frozenset({"weight"}))
+            continue
         state = markers.get(prefix, Markers())
         assumed: Assumption | None = None
         for assumption in assume:
@@ -326,7 +337,7 @@ def _recognise(
             )
         findings.extend(got.findings)
         return _layer(group.prefix, got, tensors, findings, marker)
-    for candidate in (codec("plain"),) if _nothing_beside(group) else CODECS:
+    for candidate in CODECS:
         got = candidate.recognise(group, None)
         if isinstance(got, str):
             if any(anchor in group.tensors for anchor in candidate.anchors) and candidate.name != "plain":
@@ -356,10 +367,10 @@ def _recognise(
     return None
 
 
-def _nothing_beside(group: Group) -> bool:
+def _alone(tensors: Mapping[str, TensorSpec]) -> bool:
     """Whether a weight of floats stands alone: no format keeps codes in floats without scales, so none is asked."""
-    weight = group.tensors.get("weight")
-    return weight is not None and weight.dtype in FLOATS and group.tensors.keys() <= {"weight", "bias"}
+    weight = tensors.get("weight")
+    return weight is not None and weight.dtype in FLOATS and tensors.keys() <= {"weight", "bias"}
 
 
 def _nearest_reasons(reasons: list[str], group: Group) -> str:

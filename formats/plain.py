@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from qconvert.formats.base import F32, Array, Codec, Codes, Group, Options, Part, Recognition, Stored
 from qconvert.formats.dtypes import FLOATS
-from qconvert.formats.tensors import Spec
+from qconvert.formats.tensors import Spec, TensorSpec
 from qconvert.kernels.api import Backend, Quality
+
+
+def plain_form(spec: Spec | TensorSpec) -> tuple[int, int, dict[str, Any]]:
+    """(n, k, options) of a weight of floats."""
+    n = spec.shape[0] if spec.shape else 1
+    return n, prod(spec.shape[1:]), {"dtype": spec.dtype, "shape": spec.shape}
 
 
 class Plain(Codec):
@@ -21,11 +28,7 @@ class Plain(Codec):
         spec = group.tensors.get("weight")
         if spec is None or spec.dtype not in FLOATS:
             return "no unquantised weight"
-        n = spec.shape[0] if spec.shape else 1
-        k = 1
-        for dim in spec.shape[1:]:
-            k *= dim
-        options = {"dtype": spec.dtype, "shape": spec.shape}
+        n, k, options = plain_form(spec)
         return Recognition(self.name, n, k, options, frozenset({"weight"}))
 
     def parts(self, n: int, k: int, options: Options) -> tuple[Part, ...]:

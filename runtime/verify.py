@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,8 +122,8 @@ def compare_layer(
     rows = sum(b - a for a, b in spans)
     return LayerMatch(
         layer.prefix,
-        describe(layer),
-        describe(target.layer),
+        layer.word,
+        target.layer.word,
         layer.params,
         rows,
         signal,
@@ -132,13 +131,6 @@ def compare_layer(
         out_signal,
         out_noise,
     )
-
-
-def describe(layer: Layer) -> str:
-    """A layer's format in a word: its marker's, else the codec's or the dtype."""
-    if layer.marker:
-        return str(layer.marker["format"])
-    return layer.codec.word(layer.options)
 
 
 def _spans(n: int, k: int, max_rows: int | None) -> list[tuple[int, int]]:
@@ -217,6 +209,9 @@ def compare_files(
         if progress:
             progress(a.nbytes)
         return match
+
+    # Imported here: it is a tenth of what `inspect` takes.
+    from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(jobs) as pool:
         answers = list(pool.map(one, pairs))

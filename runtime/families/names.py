@@ -102,7 +102,7 @@ class Names:
             if few is not None:
                 found = [name for name in few if name in self.specs]
             else:
-                found = [name for name in self.specs if pattern.fullmatch(name)]
+                found = list(filter(pattern.compiled.fullmatch, self.specs))
             self._known[pattern.pattern] = found
         return found
 
@@ -143,7 +143,7 @@ class Groups:
         found: list[str] = [] if own else [""]
         for pattern in asked:
             if pattern.pattern not in self._found:
-                self._found[pattern.pattern] = tuple(filter(pattern.fullmatch, self._heads))
+                self._found[pattern.pattern] = tuple(filter(pattern.compiled.fullmatch, self._heads))
             found += self._found[pattern.pattern]
         return tuple(found)
 

@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from qconvert.formats.base import Codec, Group
+from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.finding import Finding
 from qconvert.formats.layers import Inventory, parse_assumption, take_inventory
 from qconvert.formats.marker import HEADER_KEY
+from qconvert.formats.registry import CODECS
+from qconvert.formats.tensors import Spec
 
 Rng = np.random.Generator
 Open = Callable[..., Any]
@@ -385,3 +389,13 @@ def test_an_empty_weight_is_not_padding(d: ModuleType, rng: Rng, take: Callable[
         if fill == "all":
             tensors["fc.weight"].bits[...] = 0
         assert take(tensors).layers["fc"].findings == []
+
+
+@pytest.mark.parametrize("codec", [item for item in CODECS if item.name != "plain"], ids=lambda c: c.name)
+@pytest.mark.parametrize("dtype", sorted(FLOATS))
+@pytest.mark.parametrize("bias", [False, True])
+def test_no_format_keeps_codes_in_floats_that_stand_alone(codec: Codec, dtype: str, bias: bool) -> None:
+    """Such layers are taken as plain without asking every format."""
+    for shape in ((256,), (256, 128), (64, 64, 3, 3), (8, 256, 128)):
+        tensors = {"weight": Spec(dtype, shape)} | ({"bias": Spec(dtype, shape[:1])} if bias else {})
+        assert isinstance(codec.recognise(Group("blocks.0.fc1", tensors), None), str)
