@@ -103,6 +103,12 @@ def cli() -> None:
 @click.option(
     "--plan-out", type=click.Path(path_type=Path), metavar="FILE", help="Save the plan of --budget."
 )
+@click.option(
+    "--recipe",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Rules for layers, see docs/recipes.md; `qconvert recipe init SRC` writes one to start from.",
+)
 @click.option("--shard-size", metavar="SIZE", help="Several files of at most SIZE (e.g. 5GB) and an index.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--strict", is_flag=True, help="Refuse anything that had to be guessed.")
@@ -200,6 +206,29 @@ def verify(source: Path, target: Path, as_json: bool, **options: Any) -> None:
     from qconvert.convert.verification import run_verify
 
     run_verify(source, target, as_json, **options)
+
+
+@cli.group()
+def recipe() -> None:
+    """Recipes: rules for layers, given to a conversion by --recipe FILE."""
+
+
+@recipe.command("init")
+@click.argument("source", type=PLACE)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write it there, not to the screen.",
+)
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
+@click.option("--json", "as_json", is_flag=True)
+def recipe_init(source: Path, output: Path | None, force: bool, as_json: bool) -> None:
+    """Write a commented recipe for SOURCE to start from: what its family keeps, and what would be quantised."""
+    from qconvert.convert.recipe_init import run_init
+
+    run_init(source, output, force, as_json)
 
 
 @cli.command()

@@ -13,6 +13,7 @@ from qconvert.convert.job import Outcome, Request, execute_plan, output_path, pl
 from qconvert.convert.plan import PlanOptions
 from qconvert.convert.planfile import Forms
 from qconvert.convert.progress import progress_bar
+from qconvert.convert.recipe import DTYPES, read_recipe
 from qconvert.convert.report import outcome_json, plan_json
 from qconvert.convert.text import db, grouped, parse_size, size, table, tally
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
@@ -20,8 +21,6 @@ from qconvert.formats.layers import Layer, parse_assumption
 from qconvert.formats.remote import Place
 from qconvert.runtime.targets import Wishes
 from qconvert.runtime.verify import decibels
-
-DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
 def make_request(source: Place, target: str, output: Place | None, options: dict[str, Any]) -> Request:
@@ -45,6 +44,7 @@ def make_request(source: Place, target: str, output: Place | None, options: dict
             keep_layers=options["keep_layers"],
             keep_prefix=options["keep_prefix"],
             rename=parse_pairs(tuple(options["rename"]), "--rename"),
+            recipe=read_recipe(options["recipe"]) if options["recipe"] else None,
         ),
         assume=tuple(parse_assumption(text) for text in options["assume"]),
         strict=options["strict"],

@@ -185,7 +185,7 @@ def provenance(plan: Plan, request: Request, checkpoint: Checkpoint) -> dict[str
         "actions": kinds,
         "guesses": [finding.line() for finding in plan.guesses],
         "assumed": [assumption.text for assumption in request.assume],
-    }
+    } | ({"recipe": request.plan.recipe.provenance()} if request.plan.recipe else {})
 
 
 def run_job(

@@ -21,8 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qconvert.convert.command import DTYPES, make_request
+from qconvert.convert.command import make_request
 from qconvert.convert.job import Request, default_output
+from qconvert.convert.recipe import DTYPES
 from qconvert.formats.containers import SUFFIXES
 from qconvert.formats.errors import UsageError
 from qconvert.formats.remote import Place, Remote, place
@@ -34,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "full_precision": False, "component": None, "keep_layers": None, "keep_prefix": False, "rename": [], "assume": [],
     "jobs": None,
     "memory": "512MiB", "strict": False, "force": False, "shard_size": None, "calibration": None, "budget": None,
-    "min_sqnr": None, "staging": None, "engine": "local",
+    "min_sqnr": None, "staging": None, "engine": "local", "recipe": None,
 }  # fmt: skip
 _CHOICES = {
     "dtype": tuple(DTYPES),
@@ -75,7 +76,7 @@ def read_jobs(path: Path, overrides: Mapping[str, Any]) -> list[Request]:
         _check_options(path, where, {key: value for key, value in entry.items() if key not in _OWN})
         given = {key: value for key, value in entry.items() if key in DEFAULTS}
         options = DEFAULTS | common | given | dict(overrides)
-        for key in ("calibration", "staging"):
+        for key in ("calibration", "staging", "recipe"):
             if isinstance(options[key], str):
                 options[key] = path.parent / options[key]
         output = _text(path, where, entry.get("output", document.get("output")), "output")

@@ -10,6 +10,7 @@ from qconvert.convert.actions import Action, ConstOut, CopyOut, Drop, Kind, Part
 from qconvert.convert.as_stored import copied, refusal
 from qconvert.convert.cut import cut_layers
 from qconvert.convert.names import Names
+from qconvert.convert.recipe import Recipe, Rule
 from qconvert.convert.roles import RoleBook
 from qconvert.formats.base import Codec, Part
 from qconvert.formats.checkpoint import Checkpoint
@@ -20,6 +21,7 @@ from qconvert.formats.patterns import option_pattern
 from qconvert.formats.registry import codec as get_codec
 from qconvert.formats.tensors import Spec, TensorSpec
 from qconvert.runtime.contracts.base import Contract
+from qconvert.runtime.roles import is_embedding_name
 from qconvert.runtime.targets import Options, Target, Wishes, get_target
 
 
@@ -39,6 +41,8 @@ class PlanOptions:
     keep_layers: int | None = None
     #: Layer -> `keep`, or the target whose linear form it takes (`--plan`, `--budget`).
     forms: Mapping[str, str] = field(default_factory=dict)
+    #: Rules for layers by name (`--recipe`).
+    recipe: Recipe | None = None
 
 
 def make_plan(
@@ -71,6 +75,9 @@ def make_plan(
             "the source has no config.json beside it: what is written holds the quantisation alone, "
             "and a loader also needs the model's own entries"
         )
+    if options.recipe is not None:
+        options.recipe.for_target(target)
+        planner.rules = options.recipe.bind(layer.prefix for layer in chosen)
     actions = planner.actions(chosen)
     planner.check_keeps()
     loose = []
@@ -122,6 +129,7 @@ class _Planner:
         self.names, self.book = names, book
         self.keeps = [(text, option_pattern(text, "--keep")) for text in options.keep]
         self.kept: set[str] = set()
+        self.rules: Mapping[str, Rule] = {}
         #: How many stored layers the runtime fuses into the module that a layer becomes part of.
         self.partitions: dict[str, int] = {}
         self.any_quantised = any(layer.quantised for layer in inventory.layers.values())
@@ -163,6 +171,9 @@ class _Planner:
     def action(self, layer: Layer) -> Action:
         role = "other" if layer.bare else self.book.role(layer)
         protected = "no module's weight" if layer.bare else self._protected(layer)
+        rule = self.rules.get(layer.prefix)
+        if rule is not None and rule.plain is not None and not layer.bare:
+            return self._retyped(layer, role, rule.words, rule.plain)
         if self.target.runtime == "none":
             return self._plain_target(layer, role)
         if protected and not layer.quantised:
@@ -180,10 +191,30 @@ class _Planner:
                 return f"--keep {text}"
         if self.options.forms.get(layer.prefix) == "keep":
             return "the plan keeps it"
+        rule = self.rules.get(layer.prefix)
+        if rule is not None and rule.keep:
+            return rule.words
         return self.book.runtime_keeps(layer)
 
+    def _retyped(self, layer: Layer, role: str, reason: str, dtype: str) -> Action:
+        """A layer that a recipe gives a type of its own."""
+        if layer.quantised:
+            return self._decode(layer, role, reason, dtype)
+        if layer.options["dtype"] == dtype:
+            return self._keep(layer, role, reason)
+        return self._to_plain(layer, role, "cast", reason, dtype)
+
+    def _dtype(self, layer: Layer) -> str:
+        """The type that the layer takes where it is not quantised."""
+        rule = self.rules.get(layer.prefix)
+        return (rule.header_dtype if rule else None) or self.options.dtype
+
+    def _wishes(self, layer: Layer) -> Wishes:
+        rule = self.rules.get(layer.prefix)
+        return rule.wishes(self.options.wishes) if rule else self.options.wishes
+
     def _plain_target(self, layer: Layer, role: str) -> Action:
-        dtype = self.target.dtype or self.options.dtype
+        dtype = self.target.dtype or self._dtype(layer)
         if layer.quantised:
             return self._decode(layer, role, f"target {self.target.name}", dtype)
         if layer.ndim < 2 or layer.options["dtype"] == dtype:
@@ -191,6 +222,9 @@ class _Planner:
         return self._to_plain(layer, role, "cast", f"{layer.options['dtype']} to {dtype}", dtype)
 
     def _unquantised(self, layer: Layer, role: str) -> Action:
+        rule = self.rules.get(layer.prefix)
+        if rule is not None and rule.form is not None:
+            return self._asked_for(layer, rule)
         if self.any_quantised and not (role == "embedding" and self.options.quantise_embedding):
             return self._keep(layer, role, "the source leaves it unquantised")
         why = self.book.protected(layer)
@@ -207,8 +241,23 @@ class _Planner:
             layer, role, "quantise", f"{layer.options['dtype']} to {self._goal(layer)}", *chosen
         )
 
+    def _asked_for(self, layer: Layer, rule: Rule) -> Action:
+        """A recipe names the form of a layer: neither the source's habits nor the family's advice keep it from it."""
+        role = "embedding" if is_embedding_name(layer.prefix) else "linear" if layer.ndim == 2 else "other"
+        chosen = self._choose(layer, role) if role != "other" else "not a linear layer"
+        if isinstance(chosen, str):
+            return self._keep(layer, role, f"{rule.words}, but {chosen}")
+        return self._encode(
+            layer, role, "quantise", f"{rule.words}, {layer.options['dtype']} to {rule.form}", *chosen
+        )
+
+    def _form(self, layer: Layer) -> str | None:
+        """The target whose form the layer takes in place of the output's own."""
+        rule = self.rules.get(layer.prefix)
+        return self.options.forms.get(layer.prefix) or (rule.form if rule else None)
+
     def _goal(self, layer: Layer) -> str:
-        return self.options.forms.get(layer.prefix, self.target.name)
+        return self._form(layer) or self.target.name
 
     def _quantised(self, layer: Layer, role: str) -> Action:
         if layer.experts or "padded" in layer.options:
@@ -226,7 +275,9 @@ class _Planner:
             and not self._folds(layer, role, codec)
         ):
             return self._move(layer, role, codec, options)
-        reason = f"{describe(layer)} becomes {codec.name}"
+        rule = self.rules.get(layer.prefix)
+        because = f"{rule.words}, " if rule and rule.form else ""
+        reason = f"{because}{describe(layer)} becomes {codec.name}"
         return self._encode(layer, role, "requantise", reason, codec, options)
 
     def _as_stored(self, layer: Layer, role: str) -> Action | None:
@@ -234,7 +285,7 @@ class _Planner:
         if self.target.runtime != "comfyui" or role != "linear":
             return None
         codec = get_codec(self.target.linear)
-        wanted = next(iter(self.target.linear_options(layer, self.options.wishes)), None)
+        wanted = next(iter(self.target.linear_options(layer, self._wishes(layer))), None)
         prefix = self.names.rename_layer(layer.prefix)
         if wanted is None or self._folds(layer, role, codec):
             return None
@@ -251,7 +302,8 @@ class _Planner:
     def _choose(self, layer: Layer, role: str) -> tuple[Codec, Options] | str:
         """Codec and options that both the format and every contract accept, or why there are none."""
         table = role == "embedding"
-        form = None if table else self.options.forms.get(layer.prefix)
+        rule = self.rules.get(layer.prefix)
+        form = (rule.form if rule else None) if table else self._form(layer)
         target = get_target(form) if form else self.target
         name = target.embedding if table else target.linear
         maker = target.embedding_options if table else target.linear_options
@@ -262,12 +314,12 @@ class _Planner:
             return "a bank of experts"
         if layer.ndim != 2:
             if layer.codec is codec and target.runtime == "comfyui":
-                for options in maker(layer, self.options.wishes):
+                for options in maker(layer, self._wishes(layer)):
                     if codec.carries(layer.options, options):
                         return codec, options | {"shape": layer.options["shape"]}
             return f"a {layer.ndim}-D weight; only 2-D ones are served"
         reasons = []
-        for options in maker(layer, self.options.wishes):
+        for options in maker(layer, self._wishes(layer)):
             if options.get("full_precision") and self._only_native(layer, codec):
                 options = options | {"full_precision": False}
             reason = codec.refusal(layer.n, layer.k, options) or self._contract_refusal(
@@ -330,7 +382,7 @@ class _Planner:
         return None
 
     def _decode(self, layer: Layer, role: str, reason: str, dtype: str | None = None) -> Action:
-        return self._to_plain(layer, role, "decode", reason, dtype or self.options.dtype)
+        return self._to_plain(layer, role, "decode", reason, dtype or self._dtype(layer))
 
     def _to_plain(self, layer: Layer, role: str, kind: Kind, reason: str, dtype: str) -> Action:
         same = ("float8", "int8", "plain", "gguf", "bnb4")

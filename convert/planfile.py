@@ -52,6 +52,8 @@ def planned_forms(
 ) -> tuple[PlanOptions, tuple[str, ...]]:
     """The planner's options with a form for each layer where one was asked for, and what to say about it."""
     budget = parse_budget(forms.budget, forms.min_sqnr)
+    if options.recipe is not None and (budget is not None or forms.plan is not None):
+        raise UsageError("--recipe says what each layer becomes: leave --budget, --min-sqnr and --plan away")
     if forms.plan is not None:
         if budget is not None or forms.plan_out is not None:
             raise UsageError("--plan follows a finished plan: leave --budget, --min-sqnr and --plan-out away")

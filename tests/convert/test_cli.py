@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import click
 import numpy as np
 import pytest
 from qconvert.convert.cli import cli, main, parse_pairs
@@ -54,10 +55,12 @@ def fp8(sample: Any, d: ModuleType, write: Write) -> Path:
 def test_help_of_every_command(run: Callable[..., Ran]) -> None:
     top = run("--help")
     assert top.code == 0 and "comfy_nvfp4" in top.out
-    for name in cli.commands:
+    for name, command in cli.commands.items():
         assert name in top.out
-        ran = run(name, "--help")
-        assert ran.code == 0 and ran.out.startswith("Usage:") and "--json" in ran.out
+        inner = command.commands if isinstance(command, click.Group) else {}
+        for words in [(name, part) for part in inner] or [(name,)]:
+            ran = run(*words, "--help")
+            assert ran.code == 0 and ran.out.startswith("Usage:") and "--json" in ran.out
     assert run("-h").out == top.out
 
 
