@@ -18,8 +18,9 @@ from typing import Any, Protocol
 from qconvert.formats.checkpoint import dumps
 from qconvert.formats.errors import QConvertError
 
-#: Seconds between flushes: what a killed run loses at most, and rare enough to cost nothing.
-FLUSH_SECONDS = 2.0
+#: Seconds between flushes: what a killed run loses at most. They run beside the work and keep the device busy, so that
+#: little is left to flush at the end.
+FLUSH_SECONDS = 1.0
 
 Record = dict[str, Any]
 
@@ -55,6 +56,8 @@ class Journal:
         self._waiting: list[Record] = []
         self._lock = threading.Lock()
         self._last = time.monotonic()
+        self._noting: threading.Thread | None = None
+        self._error: BaseException | None = None
         self._fd = -1
 
     def begin(self, resume: bool, intact: bool = True) -> None:
@@ -72,8 +75,8 @@ class Journal:
         os.ftruncate(self._fd, keep)
         os.lseek(self._fd, keep, os.SEEK_SET)
         if not keep:
+            # Not flushed: a journal without its first line is not believed, and the run then starts anew.
             os.write(self._fd, (dumps({"qconvert": self.digest}) + "\n").encode())
-        os.fsync(self._fd)
 
     def _load(self) -> int:
         data = self.path.read_bytes()
@@ -105,19 +108,53 @@ class Journal:
         return list(self._done.values())
 
     def add(self, key: str, **facts: Any) -> None:
-        """Note a piece whose bytes were handed to the system."""
+        """Note a piece whose bytes were handed to the system. Raises what an earlier flush raised."""
         with self._lock:
+            self._raise()
             self._waiting.append({"key": key, **facts})
-            if time.monotonic() - self._last < FLUSH_SECONDS:
-                return
+            if self._noting is None and time.monotonic() - self._last >= FLUSH_SECONDS:
+                self._noting = threading.Thread(target=self._note, daemon=True)
+                self._noting.start()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _note(self) -> None:
+        """One flush, beside the work. What is added meanwhile waits for the next one."""
+        with self._lock:
             ready, self._waiting = self._waiting, []
+        try:
+            self._write(ready)
+        except BaseException as error:
+            self._error = error
+        with self._lock:
             self._last = time.monotonic()
-            # Under the lock: a piece noted meanwhile must not be taken for one that was flushed.
-            self._flush()
-            os.write(self._fd, "".join(dumps(record) + "\n" for record in ready).encode())
+            self._noting = None
+
+    def _write(self, ready: list[Record]) -> None:
+        self._flush()
+        os.write(self._fd, "".join(dumps(record) + "\n" for record in ready).encode())
+
+    def settle(self) -> None:
+        """Wait for the flush that is under way. Raises what it, or one before it, raised."""
+        noting = self._noting
+        if noting is not None:
+            noting.join()
+        self._raise()
+
+    def note_all(self) -> None:
+        """Note everything added so far: a run that is given up for now loses nothing."""
+        self.settle()
+        ready, self._waiting = self._waiting, []
+        if ready and self._fd >= 0:
+            self._write(ready)
 
     def close(self) -> None:
         """Give up the file's handle; pieces not yet noted are forgotten."""
+        noting = self._noting
+        if noting is not None:
+            noting.join()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -184,6 +184,8 @@ class OutputFile:
 
     def commit(self) -> None:
         """Flush to the device and rename; the folder is flushed too, so that the name survives a power cut."""
+        # A device reports an error of writing once: to the flush that ran beside the work, it may be.
+        self.journal.settle()
         try:
             if self._mode_of is not None:
                 self.temporary.chmod(stat.S_IMODE(self._mode_of.stat().st_mode))
@@ -227,6 +229,10 @@ class OutputFile:
             self._fd = -1
 
     def _discard(self, keep: bool = False) -> None:
+        if keep:
+            # What cannot be noted any more is done again by --resume.
+            with contextlib.suppress(OSError, QConvertError):
+                self.journal.note_all()
         self.journal.close()
         if sys.platform == "win32":
             self._close()
