@@ -12,13 +12,14 @@ from typing import Literal
 
 from qconvert.convert.actions import Plan, out_spec, output_header
 from qconvert.convert.calibration import Calibrator, note_calibration, opened_calibration
-from qconvert.convert.execute import DEFAULT_MEMORY, PROBE_ROWS, Executor, Probe, Result
+from qconvert.convert.execute import DEFAULT_MEMORY, Executor, Result
 from qconvert.convert.gate import gate, refuse_plan
 from qconvert.convert.identity import job_digest, plan_digest
 from qconvert.convert.journal import Notes
 from qconvert.convert.output import OutputFile, refuse_same_file
 from qconvert.convert.plan import PlanOptions, make_plan
 from qconvert.convert.planfile import Forms, planned_forms
+from qconvert.convert.proof import read_back
 from qconvert.convert.reading import read_source, refuse_senseless
 from qconvert.convert.shards import ShardWriter
 from qconvert.convert.sidecars import Sidecars
@@ -27,17 +28,14 @@ from qconvert.formats.checkpoint import Checkpoint, dumps
 from qconvert.formats.containers import SUFFIXES
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.header import Layout, layout
-from qconvert.formats.layers import Assumption, Layer, take_inventory
+from qconvert.formats.layers import Assumption
 from qconvert.formats.remote import Place, Remote
-from qconvert.formats.values import seen_as
-from qconvert.kernels.api import Backend
-from qconvert.kernels.select import get_backend
+from qconvert.kernels.select import deferred_backend
 from qconvert.runtime.contracts.base import Contract, Verdict
 from qconvert.runtime.contracts.registry import contracts_of, get_contract
 from qconvert.runtime.families import detect
 from qconvert.runtime.sidecars import LayerForm, OutputForm, folder_file
 from qconvert.runtime.targets import Target, get_target
-from qconvert.runtime.verify import Side, compare_rows, decibels
 
 import qconvert
 
@@ -219,7 +217,7 @@ def execute_plan(
     writer = ShardWriter(plan, laid, path, request.shard_size)
     for name, _, _ in writer.parts:
         refuse_same_file(checkpoint.local_files, path.parent / name)
-    backend = get_backend(request.backend)
+    backend = deferred_backend(request.backend)
     with ExitStack() as stack:
         beside = stack.enter_context(Sidecars(path.parent, sidecars | writer.index, force=request.force))
         calibration = stack.enter_context(opened_calibration(request.calibration))
@@ -256,7 +254,7 @@ def execute_plan(
             written.config = beside.config() if sidecars else written.config
             verdicts = tuple(contract.check(written.view()) for contract in plan.contracts)
             gate(path, plan, verdicts)
-            _read_back(checkpoint, written, plan, results, path, backend)
+            read_back(checkpoint, written, plan, results, path, backend)
         for out in outs:
             out.commit()
         beside.commit()
@@ -285,47 +283,3 @@ def output_path(request: Request, target: Target) -> Place:
     if target.sidecars is None and folder:
         return request.output / default_output(request.source, target).name
     return request.output
-
-
-def _read_back(
-    checkpoint: Checkpoint,
-    written: Checkpoint,
-    plan: Plan,
-    results: dict[str, Result],
-    path: Path,
-    backend: Backend,
-) -> None:
-    """Decode rows of every quantised layer from the written file and compare with the source's own values.
-
-    What was computed while writing must be what the file gives back, in the plain basis: same rows, same error.
-    """
-    there = take_inventory(written).layers
-    for action in plan.actions:
-        if (not action.transforms and not action.layer.quantised) or action.layer.bare:
-            continue
-        layer = there.get(action.prefix)
-        layer = seen_as(layer, action.layer) if layer else None
-        if layer is None or (layer.n, layer.k) != (action.layer.n, action.layer.k):
-            raise QConvertError(
-                "the written file does not hold this layer as planned", file=str(path), layer=action.prefix
-            )
-        source, target = Side(checkpoint, action.layer), Side(written, layer)
-        result = results.get(action.layer.prefix)
-        for probe in result.probes if result and result.probes else [_first_rows(action.layer)]:
-            signal, noise = compare_rows(source, target, probe.expert, probe.a, probe.b, backend)
-            # Rotating back and forth in float32 leaves about 1e-13 of the signal's energy.
-            floor = 1e-12 * signal
-            if abs(noise - probe.noise) > 0.05 * probe.noise + floor:
-                raise QConvertError(
-                    "the written layer does not read back as what was encoded",
-                    file=str(path),
-                    layer=action.prefix,
-                    found=f"{decibels(signal, noise):.1f} dB in rows {probe.a} to {probe.b}",
-                    expected=f"{decibels(signal, probe.noise):.1f} dB",
-                    hint="this is a fault of qconvert; please report it",
-                )
-
-
-def _first_rows(layer: Layer) -> Probe:
-    """The probe of a layer whose codes were copied or moved: no error at all."""
-    return Probe(0 if layer.experts else None, 0, min(PROBE_ROWS, layer.n), 0.0, 0.0)

@@ -20,12 +20,14 @@ from qconvert.formats.sample import BAND, E4M3, bands, form, reader, spread
 from qconvert.kernels.layout import unswizzle
 
 #: Bytes of scales that are read of one file.
-BUDGET = 12 << 20
+BUDGET = 4 << 20
 MAX_LAYERS = 96
 #: The difference must be this many standard deviations of chance, and one reading must explain this much more.
 MIN_Z, MIN_RATIO = 8.0, 1.3
 
 _BLOCK = {"nvfp4": 16, "mxfp8": 32}
+#: Of the e4m3 codes; zero as the least that there is.
+_LOGARITHMS = np.log2(np.maximum(np.abs(E4M3), 2.0**-9).astype(np.float64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ def _levels(raw: NDArray[np.uint8], codec: str) -> NDArray[np.float64]:
     """Scales on a logarithmic axis; zero blocks as the smallest scale there is."""
     if codec == "mxfp8":
         return raw.astype(np.float64)
-    return np.log2(np.maximum(np.abs(E4M3[raw]), 2.0**-9).astype(np.float64))
+    return _LOGARITHMS[raw]
 
 
 def _explained(levels: NDArray[np.float64]) -> float:

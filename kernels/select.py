@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from typing import cast
 
 from qconvert.kernels.api import Backend
 
@@ -42,3 +43,21 @@ def get_backend(name: str = "cpu") -> Backend:
     except ImportError as e:
         raise BackendUnavailable(name, str(e)) from e
     return backend
+
+
+class _Deferred:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, operation: str) -> object:
+        return getattr(get_backend(self.name), operation)
+
+
+def deferred_backend(name: str = "cpu") -> Backend:
+    """The backend called `name`, made at the first operation: loading numba takes longer than many a re-tag.
+
+    Raises ValueError for an unknown name; an operation raises BackendUnavailable.
+    """
+    if name not in _BACKENDS:
+        raise ValueError(f"unknown backend '{name}', choose from {', '.join(_BACKENDS)}")
+    return cast(Backend, _Deferred(name))

@@ -539,6 +539,25 @@ def test_a_fault_in_what_was_written_is_noticed(
     assert error.layer in ("blocks.0.a", "blocks.0.b")
 
 
+@pytest.mark.parametrize("at", [0, -1], ids=["first byte", "last byte"])
+def test_a_fault_in_what_was_copied_is_noticed(
+    sample: Any, write: Write, fails: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """The codes of a re-tagged layer, one bit of them flipped on the way."""
+    path = write(sample("nvfp4", 128, 64).named("fc"))
+    copied = execute._copy_in_kernel
+
+    def flipped(source: int, target: int, start: int, offset: int, size: int) -> bool:
+        done = copied(source, target, start, offset, size)
+        where = offset if at == 0 else offset + size - 1
+        os.pwrite(target, bytes([os.pread(target, 1, where)[0] ^ 1]), where)
+        return done
+
+    monkeypatch.setattr(execute, "_copy_in_kernel", flipped)
+    error = fails("was not copied as it is", path, "comfy_nvfp4", tmp_path / "out.safetensors")
+    assert error.layer == "fc"
+
+
 def test_strict(sample: Any, write: Write, fails: Any, convert: Convert, tmp_path: Path) -> None:
     guess = write(sample("fp8_cast", 128, 64).named("a"))
     error = fails("--strict refuses a guess", guess, "comfy_nvfp4", tmp_path / "out.safetensors", strict=True)
