@@ -10,7 +10,7 @@ import torch
 import triton
 from qconvert.kernels.linear import Activation, tensor_scale_of
 from qconvert.kernels.triton import launch, launch_blocks, launch_rows
-from qconvert.kernels.triton.chips import NATIVE_FP4, NATIVE_FP8, capability, interpreted
+from qconvert.kernels.triton.chips import can, interpreted
 from qconvert.kernels.triton.launch import OPTIONS, answer, bits_of, kind_of, like, up2
 from qconvert.kernels.triton.matmul import matmul
 from qconvert.kernels.triton.matmul_scaled import matmul_scaled
@@ -130,7 +130,7 @@ def dot_type(x: str, w: str) -> str:
     if x == "I8" and w in ("I8", "int4", "grid4", "table4", "grid6"):
         return "int8"
     if x == "F8_E4M3" and w == "F8_E4M3":
-        return "fp8" if capability() >= NATIVE_FP8 and not interpreted() else "f16"
+        return "fp8" if can("fp8 dot") else "f16"
     if x == "nvfp4" or (x == "F16" and w != "mxfp8"):
         return "f16"
     if x in ("BF16", "mxfp8"):
@@ -208,6 +208,7 @@ def multiply(x: Operand, w: Operand, k: int, bias: Tensor | None, out: str) -> T
             FORMAT=x.kind,
             **shared,
             **tile,
+            **OPTIONS,
         )
         return answer(result, out)
     dot = dot_type(x.kind, w.kind)
@@ -252,4 +253,4 @@ def multiply(x: Operand, w: Operand, k: int, bias: Tensor | None, out: str) -> T
 def _scaled_natively(x: Operand, w: Operand) -> bool:
     """Whether the matrix units take both operands as stored: block scales on both sides, on Blackwell."""
     same = x.kind == w.kind and x.kind in ("nvfp4", "mxfp8")
-    return same and not interpreted() and capability() >= NATIVE_FP4 and w.high_first
+    return same and can("block-scaled dot") and w.high_first

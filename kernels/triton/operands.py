@@ -133,7 +133,10 @@ def grid_tile(
         code = code | (tl.reshape(tl.join(low, high), (R, BK)) << 4)
         level = (code - 32).to(tl.float32)
     elif TABLE:
-        level = tl.load(codebook + code)
+        # Gathered from registers: a load by code would be staged through shared memory, value by value, and what
+        # that takes does not fit sm_89 and sm_120.
+        table = tl.load(codebook + tl.arange(0, 16))
+        level = tl.reshape(tl.gather(table, tl.reshape(code, (R * BK,)), 0), (R, BK))
     else:
         level = (code - 8).to(tl.float32)
     return level
