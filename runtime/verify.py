@@ -81,9 +81,15 @@ def compare_rows(
     source: Side, target: Side, expert: int | None, a: int, b: int, backend: Backend
 ) -> tuple[float, float]:
     """(signal, noise) energies of rows [a, b) of both sides, as `compare_layer` compares them."""
+    return backend.error(*paired_rows(source, target, expert, a, b, backend))
+
+
+def paired_rows(
+    source: Side, target: Side, expert: int | None, a: int, b: int, backend: Backend
+) -> tuple[F32, F32]:
+    """Rows [a, b) of both sides in the plain basis, [b-a, k] each, as `compare_layer` compares them."""
     fold = _fold(source.layer, target.layer)
-    x = source.values(expert, a, b, backend, fold)
-    return backend.error(x, target.values(expert, a, b, backend, fold))
+    return source.values(expert, a, b, backend, fold), target.values(expert, a, b, backend, fold)
 
 
 def _fold(source: Layer, target: Layer) -> bool:
