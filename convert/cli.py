@@ -110,6 +110,12 @@ def cli() -> None:
     help="Rules for layers, see docs/recipes.md; `qconvert recipe init SRC` writes one to start from.",
 )
 @click.option("--shard-size", metavar="SIZE", help="Several files of at most SIZE (e.g. 5GB) and an index.")
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a report: .html (one page), .json or .csv (a line a layer).",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
 @click.option("--strict", is_flag=True, help="Refuse anything that had to be guessed.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,10 +16,14 @@ from qconvert.convert.planfile import Forms
 from qconvert.convert.progress import progress_bar
 from qconvert.convert.recipe import DTYPES, read_recipe
 from qconvert.convert.report import outcome_json, plan_json
+from qconvert.convert.report_write import check_report
+from qconvert.convert.serving import component_of, serving
 from qconvert.convert.text import db, grouped, parse_size, size, table, tally
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.layers import Layer, parse_assumption
 from qconvert.formats.remote import Place
+from qconvert.kernels.select import get_backend
+from qconvert.runtime.families import detect
 from qconvert.runtime.targets import Wishes
 from qconvert.runtime.verify import decibels
 
@@ -67,6 +72,9 @@ def run_convert(
 ) -> None:
     """`qconvert SRC --to TARGET`."""
     request = make_request(source, target, output, options)
+    report: Path | None = options.get("report")
+    if report is not None:
+        check_report(report, force=request.force)
     begun = time.monotonic()
     with opened(source) as checkpoint:
         plan, laid = plan_job(request, checkpoint)
@@ -76,13 +84,47 @@ def run_convert(
         if dry_run:
             if as_json:
                 click.echo(dumps(plan_json(plan, path, laid.file_size)))
+            if report is not None:
+                _report(report, checkpoint, plan, path, laid.file_size, None, as_json)
             return
         with progress_bar(sum(action.layer.nbytes for action in plan.actions), as_json) as advance:
             outcome = execute_plan(request, checkpoint, plan, laid, advance, begun)
-    if as_json:
-        click.echo(dumps(outcome_json(outcome)))
-    else:
-        print_outcome(outcome)
+        if as_json:
+            click.echo(dumps(outcome_json(outcome)))
+        else:
+            print_outcome(outcome)
+            for line in _serving(checkpoint, plan, outcome.output):
+                click.echo(f"serve     {line}")
+        if report is not None:
+            _report(report, checkpoint, plan, outcome.output, outcome.output_bytes, outcome, as_json)
+
+
+def _serving(checkpoint: Checkpoint, plan: Plan, path: Place) -> list[str]:
+    prefixes = {action.layer.prefix for action in plan.actions}
+    return serving(plan, path, component_of(detect(checkpoint.specs), prefixes))
+
+
+def _report(
+    report: Path,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    path: Place,
+    out_bytes: int,
+    outcome: Outcome | None,
+    as_json: bool,
+) -> None:
+    from qconvert.convert.report_model import build_report
+    from qconvert.convert.report_samples import worst_histograms
+    from qconvert.convert.report_write import write_report
+
+    histograms = worst_histograms(checkpoint, outcome, get_backend()) if outcome else []
+    findings = [(line.partition(": ")[0], line.partition(": ")[2]) for line in grouped(plan.findings)]
+    lines = _serving(checkpoint, plan, path)
+    write_report(
+        report, build_report(checkpoint, plan, path, out_bytes, outcome, histograms, findings, lines)
+    )
+    if not as_json:
+        click.echo(f"report    {report}")
 
 
 def print_plan(checkpoint: Checkpoint, plan: Plan, out_bytes: int, path: Place) -> None:

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 
 import click
+from qconvert.convert.actions import describe
 from qconvert.convert.recipe import VERSION
 from qconvert.convert.text import size
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
@@ -17,7 +18,6 @@ from qconvert.formats.layers import Inventory, Layer, take_inventory
 from qconvert.formats.patterns import MAX_PATTERN, wildcard
 from qconvert.formats.remote import Place
 from qconvert.runtime.families import FamilyMatch, Role, detect, generic_role, owner
-from qconvert.runtime.verify import describe
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from importlib import resources
@@ -11,6 +12,8 @@ from qconvert.convert.text import db, size
 
 #: Of a histogram's picture, in its own units.
 WIDTH, HEIGHT = 320, 120
+#: A space that does not break the line.
+NBSP = "\u00a0"
 
 
 def render(report: Report) -> str:
@@ -18,9 +21,13 @@ def render(report: Report) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    environment.filters |= {"size": size, "db": _db, "percent": percent, "count": _count}
+    environment.filters |= {"size": _size, "db": _db, "percent": percent, "count": _count}
     environment.globals |= {"outline": outline, "area": area, "WIDTH": WIDTH, "HEIGHT": HEIGHT}
     text = (resources.files("qconvert.convert") / "templates" / "report.html").read_text("utf-8")
     worst = max((row.error or 0.0 for row in report.layers), default=0.0)
@@ -31,8 +38,7 @@ def render(report: Report) -> str:
         changed=sum(row.changed for row in report.layers),
         share=lambda value, whole=worst: f"{100 * (value or 0) / whole:.2f}" if whole else "0",
         width=lambda value: f"{100 * value / largest:.2f}" if largest else "0",
-        plan_command=_command(report),
-        accepted=bool(report.verdicts) and report.verdicts[0].accepted,
+        provenance=json.dumps(report.provenance, indent=1, ensure_ascii=False),
     )
 
 
@@ -40,24 +46,24 @@ def _worst_first(row: LayerRow) -> tuple[float, str]:
     return (-(row.error or 0.0), row.name)
 
 
-def _command(report: Report) -> str:
-    return f"qconvert {report.source} --to {report.target}"
-
-
 def _db(value: float | None) -> str:
-    return "not measured" if value is None else db(value)
+    return "not measured" if value is None else db(value).replace(" ", NBSP)
+
+
+def _size(nbytes: float) -> str:
+    return size(nbytes).replace(" ", NBSP)
 
 
 def percent(error: float | None) -> str:
     """A relative error with three figures; 0 is "exact"."""
     if error is None:
         return "not measured"
-    return "exact" if error == 0 else f"{100 * error:.3g} %"
+    return "exact" if error == 0 else f"{100 * error:.3g}{NBSP}%"
 
 
 def _count(value: int) -> str:
-    """1234567 with thin spaces."""
-    return f"{value:,}".replace(",", " ")
+    """1234567 with spaces that do not break."""
+    return f"{value:,}".replace(",", NBSP)
 
 
 def _points(counts: Iterable[int], peak: int) -> list[tuple[float, float]]:

@@ -136,7 +136,11 @@ def build_report(
     """A report on a plan, and on what came of it where it was carried out."""
     results = outcome.results if outcome else None
     changed = [results[a.layer.prefix] for a in plan.actions if results and _measured(a, results)]
-    total = decibels(sum(r.signal for r in changed), sum(r.noise for r in changed)) if results is not None else None
+    total = (
+        decibels(sum(r.signal for r in changed), sum(r.noise for r in changed))
+        if results is not None
+        else None
+    )
     drops: dict[tuple[str, str], int] = {}
     for drop in plan.drops:
         key = (drop.tensor.rpartition(".")[2], drop.reason)

@@ -84,7 +84,7 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel: zipfile.ZipFile) -> No
     names = {name for name in wheel.namelist() if not name.startswith(info)}
     assert names == source_files()
     assert "qconvert/py.typed" in names
-    assert {Path(name).suffix for name in names} <= {".py", ".typed", ".toml"}
+    assert {Path(name).suffix for name in names} <= {".py", ".typed", ".toml", ".html"}
     assert info + "licenses/LICENSE" in wheel.namelist()
     assert sum(entry.file_size for entry in wheel.infolist()) < 4_000_000
 
