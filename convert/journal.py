@@ -20,7 +20,7 @@ from qconvert.formats.errors import QConvertError
 
 #: Seconds between flushes: what a killed run loses at most. They run beside the work and keep the device busy, so that
 #: little is left to flush at the end.
-FLUSH_SECONDS = 1.0
+FLUSH_SECONDS = 0.1
 
 Record = dict[str, Any]
 

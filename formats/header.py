@@ -194,7 +194,7 @@ _KEYS = {"dtype", "shape", "data_offsets"}
 
 def _counts(values: Any) -> bool:
     """Whether all are plain integers that a size or an offset can be."""
-    return all(type(value) is int and 0 <= value < _MAX_COUNT for value in values)
+    return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < _MAX_COUNT)
 
 
 def _tensor(name: str, key: str, entry: Any, data_start: int, payload: int, index: int) -> TensorSpec:
@@ -210,7 +210,7 @@ def _tensor(name: str, key: str, entry: Any, data_start: int, payload: int, inde
     begin, end = offsets
     size = nbytes(dtype, tuple(shape))
     # An axis of 0 hides no impossible ones: other readers multiply from the left and overflow.
-    if size is None or BITS[dtype] * prod(dim for dim in shape if dim) >= _MAX_COUNT:
+    if size is None or BITS[dtype] * prod(filter(None, shape)) >= _MAX_COUNT:
         _fail(name, f"tensor {key!r} has an impossible size", found=f"{dtype}{shape}"[:80])
     if end - begin != size:
         _fail(

@@ -130,11 +130,12 @@ class Groups:
     def __init__(self, tensors: Mapping[str, Spec]) -> None:
         self._tensors = tensors
         self._made: dict[str, Names] = {}
-        self._heads: dict[str, None] = {}
+        #: By the number of their parts.
+        self._heads: list[dict[str, None]] = [{} for _ in range(_DEPTH)]
         for name in tensors:
             parts = name.split(".", _DEPTH)
             for depth in range(1, len(parts)):
-                self._heads[".".join(parts[:depth]) + "."] = None
+                self._heads[depth - 1][".".join(parts[:depth]) + "."] = None
         self._found: dict[str, tuple[str, ...]] = {}
 
     def prefixes(self, component: Component, own: tuple[NamePattern, ...] | None) -> tuple[str, ...]:
@@ -143,7 +144,10 @@ class Groups:
         found: list[str] = [] if own else [""]
         for pattern in asked:
             if pattern.pattern not in self._found:
-                self._found[pattern.pattern] = tuple(filter(pattern.compiled.fullmatch, self._heads))
+                # Every dot is written out, and none is repeated (`NamePattern`s are plain): no more parts than dots.
+                depth = pattern.pattern.count("\\.")
+                heads = [head for heads in self._heads[:depth] for head in heads]
+                self._found[pattern.pattern] = tuple(filter(pattern.compiled.fullmatch, heads))
             found += self._found[pattern.pattern]
         return tuple(found)
 
