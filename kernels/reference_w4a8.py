@@ -15,7 +15,14 @@ from qconvert.kernels.reference import (
     split,
     unpack_nibbles,
 )
-from qconvert.kernels.search import CHANNEL_MULTIPLES, ROW_LANES, SCALE_FLOOR, W4A8_OFFSETS, W6A8_OFFSETS
+from qconvert.kernels.search import (
+    ROW_LANES,
+    SCALE_FLOOR,
+    W4A8_MULTIPLES,
+    W4A8_OFFSETS,
+    W6A8_MULTIPLES,
+    W6A8_OFFSETS,
+)
 from torch import Tensor
 
 #: Levels of the 4-bit form without a codebook, by code.
@@ -33,13 +40,14 @@ def _search(
     largest_level: Tensor,
     multiples: tuple[float, ...],
     offsets: tuple[int, ...],
+    signs: tuple[Tensor, ...],
     distance: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """s_rel e4m3 codes [R, K/G] and s_channel [R] with the least squared error among those tried.
 
     For each multiple of the row's absmax channel scale, each group keeps the best e4m3 code near the one its
-    largest magnitude asks for; then each row keeps its best multiple. `distance(y, s_rel)` is that of y
-    [R, K/G, G], in channel scales, to the nearest grid value.
+    largest magnitude asks for, under each of `signs` (+-1, [R, K/G]); then each row keeps its best multiple.
+    `distance(y, s_rel)` is that of y [R, K/G, G], in channel scales, to the nearest grid value of a positive scale.
     """
     base = torch.maximum(x.abs().amax(dim=1) / 127.0, torch.tensor(SCALE_FLOOR))
     best_channel, least_row = base, torch.full_like(base, math.inf)
@@ -50,12 +58,14 @@ def _search(
         y = split(x / channel[:, None], group)
         start = encode_e4m3(y.abs().amax(dim=2) / largest_level).to(torch.int32)
         code, least = start, torch.full_like(y[..., 0], math.inf)
-        for offset in offsets:
-            candidate = (start + offset).clamp(0, 126)
-            d = distance(y, decode_e4m3(candidate.to(torch.uint8)))
-            error = lane_sum(d * d)
-            wins = error < least
-            least, code = torch.where(wins, error, least), torch.where(wins, candidate, code)
+        for sign in signs:
+            for offset in offsets:
+                candidate = (start + offset).clamp(0, 126)
+                d = distance(y * sign[..., None], decode_e4m3(candidate.to(torch.uint8)))
+                error = lane_sum(d * d)
+                wins = error < least
+                signed = torch.where(sign < 0, candidate | 0x80, candidate)
+                least, code = torch.where(wins, error, least), torch.where(wins, signed, code)
         row = lane_sum(least, ROW_LANES) * (multiple * multiple)
         wins = row < least_row
         least_row = torch.where(wins, row, least_row)
@@ -67,7 +77,12 @@ def _search(
 def w4a8_encode(
     x: Tensor, group: int, codebook: Tensor | None, quality: Quality
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, s_rel and s_channel; nearest grid value, ties to the lower code."""
+    """Codes, s_rel and s_channel; nearest grid value, ties to the lower code.
+
+    A table need not be symmetric, and a negative scale mirrors its grid: the scale has the sign of the group's
+    largest element (of equals the positive one), so that the table's larger side is where it is needed. `best`
+    tries the other sign as well.
+    """
     levels = UNIFORM if codebook is None else codebook
     best = quality == "best"
 
@@ -78,16 +93,20 @@ def w4a8_encode(
             least = torch.minimum(least, (y - grid[..., j : j + 1]).abs())
         return least
 
+    groups = split(x, group)
+    side = torch.where((-groups).amax(dim=2) > groups.amax(dim=2), -1.0, 1.0)
     s_rel, s_channel = _search(
         x,
         group,
         levels.abs().max(),
-        CHANNEL_MULTIPLES if best else (1.0,),
-        W4A8_OFFSETS if best else (0,),
+        W4A8_MULTIPLES if best else (1.0,),
+        W4A8_OFFSETS,
+        (side, -side) if best else (side,),
         distance,
     )
-    y = split(x / s_channel[:, None], group)
-    grid = _grid(levels, decode_e4m3(s_rel))
+    sign = torch.where(s_rel > 0x7F, -1.0, 1.0)
+    y = split(x / s_channel[:, None], group) * sign[..., None]
+    grid = _grid(levels, decode_e4m3(s_rel & 0x7F))
     middle = (grid[..., :15] + grid[..., 1:]) * 0.5
     q = torch.zeros_like(y, dtype=torch.uint8)
     for j in range(15):
@@ -118,8 +137,9 @@ def w6a8_encode(x: Tensor, group: int, quality: Quality) -> tuple[Tensor, Tensor
         x,
         group,
         torch.tensor(31.0),
-        CHANNEL_MULTIPLES if best else (1.0,),
+        W6A8_MULTIPLES if best else (1.0,),
         W6A8_OFFSETS if best else (0,),
+        (torch.ones(x.shape[0], x.shape[1] // group),),
         lambda y, s: _six_bit_nearest(y, s)[1],
     )
     level, _ = _six_bit_nearest(split(x / s_channel[:, None], group), decode_e4m3(s_rel))

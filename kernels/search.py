@@ -19,8 +19,11 @@ INT4_STEPS: tuple[float, ...] = (1 / 32, 1 / 64)
 #: Steps of the e4m3 code from the absmax block scale. On Gaussian, Student-t and outlier weights no block of
 #: 200,000 had its minimum outside of -2..+7, and +7 is worth nothing.
 NVFP4_OFFSETS: tuple[int, ...] = (0, -2, -1, 1, 2, 3, 4, 5, 6)
-#: Multiples of the absmax channel scale that w4a8 and w6a8 try: each moves the coarse e4m3 steps of the group
-#: scales against the row. And steps of the e4m3 code from the absmax group scale, tried for each group.
-CHANNEL_MULTIPLES: tuple[float, ...] = (1.0, 1.03, 1.06, 1.09)
-W4A8_OFFSETS: tuple[int, ...] = (0, -2, -1, 1, 2, 3)
+#: Multiples of the absmax channel scale that `best` tries: each moves the coarse e4m3 steps of the group scales
+#: against the row.
+W4A8_MULTIPLES: tuple[float, ...] = (1.0, 1.06)
+W6A8_MULTIPLES: tuple[float, ...] = (1.0, 1.03, 1.06, 1.09)
+#: Steps of the e4m3 code from the absmax group scale, tried for each group. w4a8's are eight in a row: the CPU holds
+#: them in one vector register.
+W4A8_OFFSETS: tuple[int, ...] = (-2, -1, 0, 1, 2, 3, 4, 5)
 W6A8_OFFSETS: tuple[int, ...] = (0, -2, -1, 1)

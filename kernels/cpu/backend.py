@@ -180,7 +180,7 @@ class CpuBackend:
         return fit_codebook(sample, group, quality)
 
     def _search_channels(
-        self, x: F32, group: int, quality: Quality, run: Callable[[F32, U8, F32], None]
+        self, x: F32, group: int, multiples: tuple[float, ...], run: Callable[[F32, U8, F32], None]
     ) -> tuple[U8, F32]:
         """s_rel [R, K/G] and s_channel [R] (see `reference_w4a8`).
 
@@ -191,26 +191,28 @@ class CpuBackend:
         s_rel, best_rel = np.empty(shape, dtype=np.uint8), np.empty(shape, dtype=np.uint8)
         error, best_channel = np.empty(shape, dtype=np.float32), np.empty_like(base)
         least = np.full_like(base, np.inf)
-        for m in search.CHANNEL_MULTIPLES if quality == "best" else (1.0,):
+        for m in multiples:
             multiple = np.float32(m)
             channel = base * multiple
-            run(channel, s_rel.reshape(-1), error.reshape(-1))
+            run(channel, s_rel, error)
             w4a8.keep_rows(error, multiple, channel, s_rel, least, best_channel, best_rel)
         return best_rel, best_channel
 
     def w4a8_encode(self, x: F32, group: int, codebook: F32 | None, quality: Quality) -> tuple[U8, U8, F32]:
         check_w4a8(x, group, codebook)
         x = np.ascontiguousarray(x)
-        groups, per_row = x.reshape(-1, group), x.shape[1] // group
-        levels = UNIFORM if codebook is None else np.ascontiguousarray(codebook)
-        offsets = _offsets(search.W4A8_OFFSETS if quality == "best" else (0,))
+        best = quality == "best"
+        tables = w4a8.Tables.of(UNIFORM if codebook is None else codebook)
+        peaks = np.empty((x.shape[0], x.shape[1] // group), dtype=np.float32)
+        w4a8.find_peaks(x.reshape(-1, group), peaks.reshape(-1))
 
         def run(channel: F32, s_rel: U8, error: F32) -> None:
-            w4a8.search(groups, channel, per_row, levels, np.abs(levels).max(), offsets, s_rel, error)
+            sides = 2 if best else 1
+            w4a8.search(x, peaks, channel, tables.values, tables.largest, sides, s_rel, error)
 
-        s_rel, channel = self._search_channels(x, group, quality, run)
+        s_rel, channel = self._search_channels(x, group, search.W4A8_MULTIPLES if best else (1.0,), run)
         codes = np.empty((x.shape[0], x.shape[1] // 2), dtype=np.uint8)
-        w4a8.assign(groups, channel, per_row, levels, s_rel.reshape(-1), codes.reshape(-1))
+        w4a8.assign(x, channel, s_rel, tables.codes, codes)
         return codes, s_rel, channel
 
     def w4a8_decode(
@@ -241,9 +243,10 @@ class CpuBackend:
         offsets = _offsets(search.W6A8_OFFSETS if quality == "best" else (0,))
 
         def run(channel: F32, s_rel: U8, error: F32) -> None:
-            w6a8.search(groups, channel, per_row, offsets, s_rel, error)
+            w6a8.search(groups, channel, per_row, offsets, s_rel.reshape(-1), error.reshape(-1))
 
-        s_rel, channel = self._search_channels(x, group, quality, run)
+        multiples = search.W6A8_MULTIPLES if quality == "best" else (1.0,)
+        s_rel, channel = self._search_channels(x, group, multiples, run)
         codes = np.empty((x.shape[0], x.shape[1] // 4 * 3), dtype=np.uint8)
         w6a8.assign(x, self.to_f32(s_rel, "F8_E4M3"), channel, codes)
         return codes, s_rel, channel

@@ -1,21 +1,23 @@
-"""asym_w4a8_int8, 4 bit: groups side by side in vector registers, searched through the runtime's int8 grid.
+"""asym_w4a8_int8, 4 bit: group scales searched through the runtime's int8 grid, by tables of that grid.
 
-A group is one lane; its G columns are rows of scratch arrays [.., L]. Loops run over lanes and touch few arrays, so
-that LLVM's overlap checks stay cheap and the loops are vectorised; sizes are run-time numbers so that it does not
-unroll them.
+Grid values are integers, so halfway points between them are multiples of 1/2: within a cell (t/2, (t+1)/2] every y has
+the same nearest grid value and the same code. One table per level table holds them for every cell and every e4m3
+scale. Neighbouring scales lie side by side, so that one octet holds what eight candidate scales make of a value.
+A negative scale mirrors the grid, and with it the cells.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from qconvert.kernels.api import F32 as Floats
+from qconvert.kernels.api import U8
 from qconvert.kernels.cpu import bits
 from qconvert.kernels.cpu.jit import (
     F32,
     F32_1,
     F32_2,
-    I32_1,
     I64,
     OUT_F32_1,
     OUT_F32_2,
@@ -26,101 +28,126 @@ from qconvert.kernels.cpu.jit import (
     helper,
     kernel,
 )
-from qconvert.kernels.cpu.lanes import LANES, halving_tree, keep_least, sum_squares
-from qconvert.kernels.search import BLOCK_LANES, ROW_LANES
+from qconvert.kernels.cpu.lanes import halving_tree
+from qconvert.kernels.cpu.octets import OCTET, add, first_least, squares, tree
+from qconvert.kernels.search import BLOCK_LANES, ROW_LANES, W4A8_OFFSETS
 
-F, I = np.float32, np.int32  # noqa: E741
+F, I, U = np.float32, np.int32, np.uint64  # noqa: E741
+
+#: Half-integer cells of y from -128 to 128. What lies beyond is nearest to what the outermost cells are.
+CELLS = 512
+#: The first of the eight candidate codes, from the absmax code: a column of the table.
+FIRST = W4A8_OFFSETS[0]
+assert tuple(range(FIRST, FIRST + OCTET)) == W4A8_OFFSETS
+#: Columns of the table: codes FIRST .. 126 + the last offset, clamped to 0..126.
+COLUMNS = 127 + OCTET - 1
+LAST_CELL = (CELLS - 1) * COLUMNS
 
 
-@helper
-def transpose_groups(x: Any, first: Any, last: Any, s_channel: Any, per_row: Any, y: Any) -> Any:
-    """y [G, L]: groups first..last of x [n, G] in channel scales; the scale of group i is s_channel[i // per_row]."""
-    for lane in range(last - first):
-        group, scale = x[first + lane], s_channel[(first + lane) // per_row]
+class Tables(NamedTuple):
+    """What each e4m3 scale makes of each cell. [CELLS * COLUMNS] each: nearest grid values, and their codes."""
+
+    values: Floats
+    codes: U8
+    largest: np.float32
+
+    @classmethod
+    def of(cls, levels: Floats) -> Tables:
+        """For levels [16], ascending."""
+        values, codes = np.empty(CELLS * COLUMNS, np.float32), np.empty(CELLS * COLUMNS, np.uint8)
+        fill_tables(np.ascontiguousarray(levels), values, codes)
+        return cls(values, codes, np.abs(levels).max())
+
+
+@kernel(F32_1, OUT_F32_1, OUT_U8_1)
+def fill_tables(levels: Any, values: Any, codes: Any) -> None:
+    """levels [16] -> values, codes [CELLS * COLUMNS]."""
+    grid = np.empty(16, np.float32)
+    for column in range(COLUMNS):
+        scale = bits.scale_of_code(min(max(I(column + FIRST), I(0)), I(126)))
+        for j in range(16):
+            grid[j] = bits.round_clamped(levels[j] * scale, F(127.0))
+        j = 0
+        for cell in range(CELLS):
+            inside = F(cell - CELLS // 2) * F(0.5) + F(0.25)
+            while j < 15 and inside > (grid[j] + grid[j + 1]) * F(0.5):
+                j += 1
+            values[cell * COLUMNS + column] = grid[j]
+            codes[cell * COLUMNS + column] = np.uint8(j)
+
+
+@kernel(F32_2, OUT_F32_1)
+def find_peaks(x: Any, out: Any) -> None:
+    """x [n, G] -> out [n]: the element of largest magnitude, the positive one of equals."""
+    for i in range(x.shape[0]):
+        group = x[i]
+        magnitude, highest = I(0), I(0)
         for c in range(group.size):
-            y[c, lane] = group[c] / scale
+            # Negative floats are negative integers.
+            highest = max(highest, bits.bits_of(group[c]))
+            magnitude = max(magnitude, bits.bits_of(group[c]) & I(0x7FFFFFFF))
+        largest = bits.float_of(magnitude)
+        out[i] = -largest if magnitude > highest else largest
 
 
 @helper
-def absmax_codes(y: Any, largest_level: Any, start: Any, amax: Any) -> Any:
-    """start [L]: e4m3 codes of max|y| / largest_level."""
-    for lane in range(amax.size):
-        amax[lane] = F(0.0)
-    for c in range(y.shape[0]):
-        row = y[c]
-        for lane in range(amax.size):
-            amax[lane] = max(amax[lane], bits.magnitude_of(row[lane]))
-    for lane in range(amax.size):
-        start[lane] = I(bits.encode_e4m3(amax[lane] / largest_level))
+def _cells(row: Any, channel: Any, y: Any, at: Any) -> Any:
+    """y [2, K]: the row in channel scales, and its negative; at [2, K]: where the rows of their cells begin."""
+    plain, mirrored, here, there = y[0], y[1], at[0], at[1]
+    for c in range(row.size):
+        v = row[c] / channel
+        cell = np.floor(v * F(2.0)) + F(CELLS // 2)
+        cell = F(CELLS - 1) if cell > F(CELLS - 1) else cell
+        cell = F(0.0) if cell < F(0.0) else cell
+        begin = I(cell) * I(COLUMNS)
+        plain[c], mirrored[c] = v, -v
+        here[c], there[c] = begin, I(LAST_CELL) - begin
 
 
-@helper
-def _fill_grid(levels: Any, scale: Any, grid: Any) -> Any:
-    """grid [16*L], level by level: round(level * scale) clamped to +-127."""
-    for j in range(levels.size):
-        level, row = levels[j], grid[j * LANES : (j + 1) * LANES]
-        for lane in range(LANES):
-            row[lane] = bits.round_clamped(level * scale[lane], F(127.0))
-
-
-@helper
-def _nearest(distance: Any, y: Any, grid: Any) -> Any:
-    """distance [L]: to the nearest of the sixteen grid values of the lane."""
-    for lane in range(LANES):
-        v = y[lane]
-        d = bits.magnitude_of(v - grid[lane])
-        for j in range(1, 16):
-            d = min(d, bits.magnitude_of(v - grid[j * LANES + lane]))
-        distance[lane] = d
-
-
-@helper
-def _count_above(index: Any, y: Any, middles: Any) -> Any:
-    """index [L]: how many of the fifteen middles of the lane lie below y."""
-    for lane in range(LANES):
-        v = y[lane]
-        n = I(0)
-        for j in range(15):
-            n += I(v > middles[j * LANES + lane])
-        index[lane] = n
-
-
-@kernel(F32_2, F32_1, I64, F32_1, F32, I32_1, OUT_U8_1, OUT_F32_1)
+@kernel(F32_2, F32_2, F32_1, F32_1, F32, I64, OUT_U8_2, OUT_F32_2)
 def search(
-    x: Any,
-    s_channel: Any,
-    per_row: Any,
-    levels: Any,
-    largest_level: Any,
-    offsets: Any,
-    s_rel: Any,
-    error: Any,
+    x: Any, peaks: Any, s_channel: Any, values: Any, largest: Any, sides: Any, s_rel: Any, error: Any
 ) -> None:
-    """x [n, G] (per_row groups a row), levels [16] -> s_rel [n] and the squared error in channel scales [n]."""
-    count, width = x.shape
-    y, grid = np.zeros((width, LANES), np.float32), np.empty(16 * LANES, np.float32)
-    sums = np.empty((min(width, BLOCK_LANES), LANES), np.float32)
-    start, candidate, best = np.zeros(LANES, np.int32), np.zeros(LANES, np.int32), np.zeros(LANES, np.int32)
-    scale, least, work = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-    for first in range(0, count, LANES):
-        last = min(first + LANES, count)
-        transpose_groups(x, first, last, s_channel, per_row, y)
-        absmax_codes(y, largest_level, start, work)
-        for lane in range(LANES):
-            least[lane] = F(np.inf)
-        for k in range(offsets.size):
-            offset = offsets[k]
-            for lane in range(LANES):
-                candidate[lane] = min(max(start[lane] + offset, I(0)), I(126))
-                scale[lane] = bits.scale_of_code(candidate[lane])
-            _fill_grid(levels, scale, grid)
-            for c in range(width):
-                _nearest(work, y[c], grid)
-                sum_squares(work, c, sums)
-            keep_least(sums, candidate, least, best)
-        for lane in range(last - first):
-            s_rel[first + lane] = np.uint8(best[lane])
-            error[first + lane] = least[lane]
+    """x [R, K], peaks [R, n] -> s_rel [R, n] and the squared error in channel scales [R, n].
+
+    `values`, `largest`: of `Tables`. sides 1: scales have the peak's sign; 2: the other sign is tried as well.
+    """
+    groups, width = peaks.shape[1], x.shape[1]
+    group = width // max(groups, 1)
+    lanes = min(group, BLOCK_LANES)
+    y, at = np.empty((2, width), np.float32), np.empty((2, width), np.int32)
+    # Flat: which half a group reads is arithmetic, as the branch would be mispredicted half of the time.
+    flat_y, flat_at = y.reshape(2 * width), at.reshape(2 * width)
+    column, negative = np.empty(groups, np.int32), np.empty(groups, np.int32)
+    # Sixteen running sums of an octet (`reference.lane_sum`) and one octet of scratch.
+    sums = np.zeros((BLOCK_LANES + 1) * OCTET, np.float32)
+    spare = U(BLOCK_LANES * OCTET)
+    for r in range(x.shape[0]):
+        channel, peak, code, least = s_channel[r], peaks[r], s_rel[r], error[r]
+        for g in range(groups):
+            # The column of the first candidate, start + FIRST, is `start`: the table begins at code FIRST.
+            column[g] = I(bits.encode_e4m3(bits.magnitude_of(peak[g]) / channel / largest))
+            negative[g] = (bits.bits_of(peak[g]) >> I(31)) & I(1)
+            least[g] = F(np.inf)
+        _cells(x[r], channel, y, at)
+        for other in range(sides):
+            for g in range(groups):
+                side, start = negative[g] ^ I(other), column[g]
+                first = U(side) * U(width) + U(g * group)
+                for c in range(lanes):
+                    i = first + U(c)
+                    squares(values, U(flat_at[i] + start), flat_y[i], sums, U(c * OCTET))
+                for c in range(lanes, group):
+                    i = first + U(c)
+                    squares(values, U(flat_at[i] + start), flat_y[i], sums, spare)
+                    add(sums, U(c % BLOCK_LANES * OCTET), spare)
+                tree(sums, spare)
+                k = first_least(sums, spare)
+                found = sums[spare + U(k)]
+                wins = found < least[g]
+                candidate = min(max(start + k + I(FIRST), I(0)), I(126)) | (side << I(7))
+                code[g] = np.uint8(candidate) if wins else code[g]
+                least[g] = found if wins else least[g]
 
 
 @kernel(F32_2, F32, F32_1, U8_2, OUT_F32_1, OUT_F32_1, OUT_U8_2)
@@ -144,27 +171,29 @@ def keep_rows(
                 best_rel[r, g] = s_rel[r, g]
 
 
-@kernel(F32_2, F32_1, I64, F32_1, U8_1, OUT_U8_1)
-def assign(x: Any, s_channel: Any, per_row: Any, levels: Any, s_rel: Any, out: Any) -> None:
-    """out [n*G/2]: codes of the nearest grid values, the lower code on a tie, even column in the low nibble."""
-    count, width = x.shape
-    y, grid = np.zeros((width, LANES), np.float32), np.empty(16 * LANES, np.float32)
-    scale, index = np.zeros(LANES, np.float32), np.empty(LANES, np.int32)
-    codes = np.empty(LANES * width, np.uint8)
+@kernel(F32_2, F32_1, U8_2, U8_1, OUT_U8_2)
+def assign(x: Any, s_channel: Any, s_rel: Any, table: Any, out: Any) -> None:
+    """out [R, K/2]: codes of the nearest grid values, the lower code on a tie, even column in the low nibble.
+
+    `table`: the codes of `Tables`. Under a negative scale x and grid are mirrored.
+    """
+    groups = s_rel.shape[1]
+    group = x.shape[1] // max(groups, 1)
+    codes = np.empty(x.shape[1], np.uint8)
     pairs = codes.view(np.uint16)
-    for first in range(0, count, LANES):
-        last = min(first + LANES, count)
-        transpose_groups(x, first, last, s_channel, per_row, y)
-        for lane in range(last - first):
-            scale[lane] = bits.scale_of_code(I(s_rel[first + lane]))
-        _fill_grid(levels, scale, grid)
-        for i in range(15 * LANES):
-            grid[i] = (grid[i] + grid[i + LANES]) * F(0.5)
-        for c in range(width):
-            _count_above(index, y[c], grid)
-            for lane in range(LANES):
-                codes[lane * width + c] = np.uint8(index[lane])
-        packed = out[first * width // 2 : last * width // 2]
+    for r in range(x.shape[0]):
+        row, packed, channel = x[r], out[r], s_channel[r]
+        for g in range(groups):
+            scale = I(s_rel[r, g])
+            signed = -channel if scale > I(0x7F) else channel
+            column = (scale & I(0x7F)) - I(FIRST)
+            run, target = row[g * group : (g + 1) * group], codes[g * group : (g + 1) * group]
+            for c in range(group):
+                # A y on the border of two cells belongs to the lower one.
+                cell = np.ceil(run[c] / signed * F(2.0)) + F(CELLS // 2 - 1)
+                cell = F(CELLS - 1) if cell > F(CELLS - 1) else cell
+                cell = F(0.0) if cell < F(0.0) else cell
+                target[c] = table[U(I(cell) * I(COLUMNS) + column)]
         for i in range(packed.size):
             # Little endian: the even column is the low byte.
             packed[i] = np.uint8(pairs[i] | (pairs[i] >> np.uint16(4)))

@@ -20,10 +20,31 @@ from qconvert.kernels.cpu.jit import (
     kernel,
 )
 from qconvert.kernels.cpu.lanes import LANES, keep_least, sum_squares
-from qconvert.kernels.cpu.w4a8 import absmax_codes, transpose_groups
 from qconvert.kernels.search import BLOCK_LANES
 
 F, I = np.float32, np.int32  # noqa: E741
+
+
+@helper
+def _transpose_groups(x: Any, first: Any, last: Any, s_channel: Any, per_row: Any, y: Any) -> Any:
+    """y [G, L]: groups first..last of x [n, G] in channel scales; the scale of group i is s_channel[i // per_row]."""
+    for lane in range(last - first):
+        group, scale = x[first + lane], s_channel[(first + lane) // per_row]
+        for c in range(group.size):
+            y[c, lane] = group[c] / scale
+
+
+@helper
+def _absmax_codes(y: Any, largest_level: Any, start: Any, amax: Any) -> Any:
+    """start [L]: e4m3 codes of max|y| / largest_level."""
+    for lane in range(amax.size):
+        amax[lane] = F(0.0)
+    for c in range(y.shape[0]):
+        row = y[c]
+        for lane in range(amax.size):
+            amax[lane] = max(amax[lane], bits.magnitude_of(row[lane]))
+    for lane in range(amax.size):
+        start[lane] = I(bits.encode_e4m3(amax[lane] / largest_level))
 
 
 @helper
@@ -75,8 +96,8 @@ def search(x: Any, s_channel: Any, per_row: Any, offsets: Any, s_rel: Any, error
     scale, least, work = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     for first in range(0, count, LANES):
         last = min(first + LANES, count)
-        transpose_groups(x, first, last, s_channel, per_row, y)
-        absmax_codes(y, F(31.0), start, work)
+        _transpose_groups(x, first, last, s_channel, per_row, y)
+        _absmax_codes(y, F(31.0), start, work)
         for lane in range(LANES):
             least[lane] = F(np.inf)
         for k in range(offsets.size):

@@ -95,10 +95,13 @@ def search_grid(
     TABLE: tl.constexpr,
     BITS: tl.constexpr,
     COUNT: tl.constexpr,
+    SIDES: tl.constexpr,
     G: tl.constexpr,
     NG: tl.constexpr,
 ) -> None:
     """For given s_channel [R]: the e4m3 code of each group's scale with the least error among `offsets` [COUNT].
+
+    4 bit: under the sign of the group's largest element, and (SIDES 2) under the other; see `reference_w4a8`.
 
     x float32 [R, k], rotated, contiguous: groups are taken as they lie, `groups` of them, NG a program. s_rel uint8
     and errors float32 [R, k/G].
@@ -107,21 +110,31 @@ def search_grid(
     inside = group < groups
     channel = tl.load(s_channel + group // (k // G), mask=inside, other=1.0)
     at = group.to(tl.int64)[:, None] * G + tl.arange(0, G)[None, :]
-    y = tl.div_rn(tl.load(x + at, mask=inside[:, None], other=0.0), channel[:, None])
+    v = tl.load(x + at, mask=inside[:, None], other=0.0)
+    y = tl.div_rn(v, channel[:, None])
     start = encode_e4m3(tl.div_rn(tl.max(magnitude(y), axis=1), largest_level)).to(tl.int32)
     best_code = start
     best_error = tl.full((NG,), float("inf"), tl.float32)
-    for i in range(COUNT):
-        candidate = start + tl.load(offsets + i)
-        candidate = tl.minimum(tl.maximum(candidate, 0), 126)
-        if BITS == 4:
-            d = _nearest_level(y, decode_e4m3(candidate), codebook, TABLE)
-        else:
+    if BITS == 4:
+        side = tl.where(tl.max(-v, axis=1) > tl.max(v, axis=1), -1.0, 1.0)
+        for _ in tl.static_range(SIDES):
+            mirrored = y * side[:, None]
+            for i in range(COUNT):
+                candidate = tl.minimum(tl.maximum(start + tl.load(offsets + i), 0), 126)
+                d = _nearest_level(mirrored, decode_e4m3(candidate), codebook, TABLE)
+                error = _group_sum(d * d, NG, G)
+                wins = error < best_error
+                best_error = tl.where(wins, error, best_error)
+                best_code = tl.where(wins, tl.where(side < 0.0, candidate | 128, candidate), best_code)
+            side = -side
+    else:
+        for i in range(COUNT):
+            candidate = tl.minimum(tl.maximum(start + tl.load(offsets + i), 0), 126)
             _, d = _six_bit(y, decode_e4m3(candidate))
-        error = _group_sum(d * d, NG, G)
-        wins = error < best_error
-        best_error = tl.where(wins, error, best_error)
-        best_code = tl.where(wins, candidate, best_code)
+            error = _group_sum(d * d, NG, G)
+            wins = error < best_error
+            best_error = tl.where(wins, error, best_error)
+            best_code = tl.where(wins, candidate, best_code)
     tl.store(s_rel + group, best_code.to(tl.uint8), mask=inside)
     tl.store(errors + group, best_error, mask=inside)
 
@@ -171,8 +184,10 @@ def quantise_grid(
         else:
             code = encode_e4m3(tl.div_rn(tl.max(magnitude(y), axis=1), largest_level)).to(tl.int32)
             tl.store(at, code.to(tl.uint8), mask=group < k // G)
-        scale = decode_e4m3(code)
+        scale = decode_e4m3(code & 127)
         if BITS == 4:
+            # A negative scale mirrors the grid.
+            y = y * tl.where(code > 127, -1.0, 1.0)[:, None]
             q = tl.zeros((NG, G), dtype=tl.int32)
             below = round_clamped(_level(codebook, 0, TABLE) * scale, 127.0)
             for j in tl.static_range(1, 16):

@@ -7,7 +7,14 @@ import math
 import torch
 from qconvert.kernels import reference as ref
 from qconvert.kernels.api import Quality
-from qconvert.kernels.search import CHANNEL_MULTIPLES, ROW_LANES, SCALE_FLOOR, W4A8_OFFSETS, W6A8_OFFSETS
+from qconvert.kernels.search import (
+    ROW_LANES,
+    SCALE_FLOOR,
+    W4A8_MULTIPLES,
+    W4A8_OFFSETS,
+    W6A8_MULTIPLES,
+    W6A8_OFFSETS,
+)
 from qconvert.kernels.triton import grid
 from qconvert.kernels.triton.launch import OPTIONS, answer, bits_of, kind_of, like, rotate, up2
 from torch import Tensor
@@ -23,11 +30,11 @@ def quantise_grid(
     levels = 31.0 if bits == 6 else 8.0
     largest = levels if codebook is None else float(codebook.abs().max())
     table = torch.zeros(16, device=device) if codebook is None else codebook.to(device)
-    given = quality == "best"
+    given = quality == "best" or bits == 4
     if given:
         x = (rotate(x, rotation) if rotation else x.to(torch.float32)).contiguous()
         rotation = 0
-        s_rel, s_channel = _search_grid(x, group, table, codebook is not None, bits, largest)
+        s_rel, s_channel = _search_grid(x, group, table, codebook is not None, bits, largest, quality)
     else:
         s_rel = torch.empty(r, k // group, dtype=torch.uint8, device=device)
         s_channel = torch.empty(r, device=device)
@@ -57,18 +64,20 @@ def quantise_grid(
 
 
 def _search_grid(
-    x: Tensor, group: int, table: Tensor, has_table: bool, bits: int, largest: float
+    x: Tensor, group: int, table: Tensor, has_table: bool, bits: int, largest: float, quality: Quality
 ) -> tuple[Tensor, Tensor]:
     """`reference_w4a8._search`: the kernel searches groups, the few values a row are compared in torch."""
     r, k = x.shape
     offsets = W4A8_OFFSETS if bits == 4 else W6A8_OFFSETS
+    multiples = W4A8_MULTIPLES if bits == 4 else W6A8_MULTIPLES
+    best = quality == "best"
     steps = torch.tensor(offsets, dtype=torch.int32, device=x.device)
     floor = torch.tensor(SCALE_FLOOR, device=x.device)
     base = torch.maximum(x.abs().amax(dim=1) / 127.0, floor)
     best_channel, least_row = base, torch.full_like(base, math.inf)
     best_code = torch.zeros(r, k // group, dtype=torch.uint8, device=x.device)
     size = max(group, min(1024, up2(x.numel())))
-    for m in CHANNEL_MULTIPLES:
+    for m in multiples if best else (1.0,):
         multiple = torch.tensor(m, dtype=torch.float32, device=x.device)
         channel = base * multiple
         code = torch.empty_like(best_code)
@@ -87,6 +96,7 @@ def _search_grid(
             TABLE=has_table,
             BITS=bits,
             COUNT=len(offsets),
+            SIDES=2 if best else 1,
             G=group,
             NG=size // group,
             **OPTIONS,
