@@ -145,14 +145,18 @@ def _w4a8(
     table = common["codebook"] if options["codebook"] else np.arange(-8, 8, dtype=np.float32)
     q = unpack_nibbles(codes["q"], high_first=False)
     grid = np.empty((x.shape[0], 16), np.float32)
+    # A negative scale mirrors its group's grid.
+    signs = np.where(np.signbit(codes["s_rel"]), np.float32(-1), np.float32(1))
+    steps = np.abs(codes["s_rel"])
 
     def rounded(column: int, window: F32) -> F32:
+        sign = signs[:, column // g]
         if column % g == 0:
-            step = np.rint(table[None, :] * codes["s_rel"][:, column // g, None])
+            step = np.rint(table[None, :] * steps[:, column // g, None])
             grid[:] = np.clip(step, -127, 127) * codes["s_channel"][:, None]
         middles = (grid[:, 1:] + grid[:, :-1]) / 2
-        q[:, column] = (window[0][:, None] > middles).sum(axis=1)
-        value: F32 = np.take_along_axis(grid, q[:, column, None].astype(np.int64), axis=1)[:, 0]
+        q[:, column] = ((window[0] * sign)[:, None] > middles).sum(axis=1)
+        value: F32 = np.take_along_axis(grid, q[:, column, None].astype(np.int64), axis=1)[:, 0] * sign
         return value
 
     gptq_round(x, m.factor, rounded)

@@ -129,7 +129,7 @@ class Backend(Protocol):
     def w4a8_codebook(self, sample: F32, group: int, quality: Quality) -> F32:
         """One ascending table [16] for a tensor, from sampled (rotated) rows [S,K]. Deterministic.
 
-        `fast`: the usual table for nearly Gaussian weights. `best`: a fit to the sample, where that is clearly
+        `fast`: the usual table, made for Gaussian weights. `best`: a fit to the sample, where that is clearly
         better. A few dozen rows are enough (2^17 values are looked at).
         """
         ...
@@ -138,9 +138,11 @@ class Backend(Protocol):
         """x [R,K] rotated -> codes [R,K/2] (low nibble first), s_rel e4m3 [R,K/G], s_channel [R].
 
         Codes are the nearest value of the grid that the runtime computes, round(level*s_rel) clamped to +-127.
-        Without a codebook the levels are -8..7. `best`: group and channel scales with the least squared error
-        through that grid. Raises ValueError unless K % 16 == 0, K % G == 0, G is 4, 8 or a multiple of 16, and
-        the codebook is finite and ascending.
+        Without a codebook the levels are -8..7. s_rel has a sign: a negative one mirrors the table's grid. Of both
+        signs and the e4m3 codes from two below the absmax one to five above, each group takes the one with the
+        least squared error through that grid; `best` also tries a second channel scale for each row. Raises
+        ValueError unless K % 16 == 0, K % G == 0, G is 4, 8 or a multiple of 16, and the codebook is finite and
+        ascending.
         """
         ...
 

@@ -79,12 +79,10 @@ def w4a8_encode(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, s_rel and s_channel; nearest grid value, ties to the lower code.
 
-    A table need not be symmetric, and a negative scale mirrors its grid: the scale has the sign of the group's
-    largest element (of equals the positive one), so that the table's larger side is where it is needed. `best`
-    tries the other sign as well.
+    A table need not be symmetric, and a negative scale mirrors its grid: scales with the sign of the group's
+    largest element (of equals the positive one) are tried, and then those with the other.
     """
     levels = UNIFORM if codebook is None else codebook
-    best = quality == "best"
 
     def distance(y: Tensor, s_rel: Tensor) -> Tensor:
         grid = _grid(levels, s_rel)
@@ -99,9 +97,9 @@ def w4a8_encode(
         x,
         group,
         levels.abs().max(),
-        W4A8_MULTIPLES if best else (1.0,),
+        W4A8_MULTIPLES if quality == "best" else (1.0,),
         W4A8_OFFSETS,
-        (side, -side) if best else (side,),
+        (side, -side),
         distance,
     )
     sign = torch.where(s_rel > 0x7F, -1.0, 1.0)

@@ -201,16 +201,15 @@ class CpuBackend:
     def w4a8_encode(self, x: F32, group: int, codebook: F32 | None, quality: Quality) -> tuple[U8, U8, F32]:
         check_w4a8(x, group, codebook)
         x = np.ascontiguousarray(x)
-        best = quality == "best"
         tables = w4a8.Tables.of(UNIFORM if codebook is None else codebook)
         peaks = np.empty((x.shape[0], x.shape[1] // group), dtype=np.float32)
         w4a8.find_peaks(x.reshape(-1, group), peaks.reshape(-1))
 
         def run(channel: F32, s_rel: U8, error: F32) -> None:
-            sides = 2 if best else 1
-            w4a8.search(x, peaks, channel, tables.values, tables.largest, sides, s_rel, error)
+            w4a8.search(x, peaks, channel, tables.values, tables.largest, s_rel, error)
 
-        s_rel, channel = self._search_channels(x, group, search.W4A8_MULTIPLES if best else (1.0,), run)
+        multiples = search.W4A8_MULTIPLES if quality == "best" else (1.0,)
+        s_rel, channel = self._search_channels(x, group, multiples, run)
         codes = np.empty((x.shape[0], x.shape[1] // 2), dtype=np.uint8)
         w4a8.assign(x, channel, s_rel, tables.codes, codes)
         return codes, s_rel, channel

@@ -18,7 +18,6 @@ from qconvert.kernels.cpu.jit import (
     F32,
     F32_1,
     F32_2,
-    I64,
     OUT_F32_1,
     OUT_F32_2,
     OUT_U8_1,
@@ -84,8 +83,9 @@ def find_peaks(x: Any, out: Any) -> None:
         magnitude, highest = I(0), I(0)
         for c in range(group.size):
             # Negative floats are negative integers.
-            highest = max(highest, bits.bits_of(group[c]))
-            magnitude = max(magnitude, bits.bits_of(group[c]) & I(0x7FFFFFFF))
+            u = bits.bits_of(group[c])
+            highest = I(max(highest, u))
+            magnitude = I(max(magnitude, I(u & I(0x7FFFFFFF))))
         largest = bits.float_of(magnitude)
         out[i] = -largest if magnitude > highest else largest
 
@@ -99,18 +99,16 @@ def _cells(row: Any, channel: Any, y: Any, at: Any) -> Any:
         cell = np.floor(v * F(2.0)) + F(CELLS // 2)
         cell = F(CELLS - 1) if cell > F(CELLS - 1) else cell
         cell = F(0.0) if cell < F(0.0) else cell
-        begin = I(cell) * I(COLUMNS)
+        begin = I(I(cell) * I(COLUMNS))
         plain[c], mirrored[c] = v, -v
-        here[c], there[c] = begin, I(LAST_CELL) - begin
+        here[c], there[c] = begin, I(I(LAST_CELL) - begin)
 
 
-@kernel(F32_2, F32_2, F32_1, F32_1, F32, I64, OUT_U8_2, OUT_F32_2)
-def search(
-    x: Any, peaks: Any, s_channel: Any, values: Any, largest: Any, sides: Any, s_rel: Any, error: Any
-) -> None:
+@kernel(F32_2, F32_2, F32_1, F32_1, F32, OUT_U8_2, OUT_F32_2)
+def search(x: Any, peaks: Any, s_channel: Any, values: Any, largest: Any, s_rel: Any, error: Any) -> None:
     """x [R, K], peaks [R, n] -> s_rel [R, n] and the squared error in channel scales [R, n].
 
-    `values`, `largest`: of `Tables`. sides 1: scales have the peak's sign; 2: the other sign is tried as well.
+    `values`, `largest`: of `Tables`. Scales with the peak's sign are tried first, then those with the other.
     """
     groups, width = peaks.shape[1], x.shape[1]
     group = width // max(groups, 1)
@@ -130,7 +128,7 @@ def search(
             negative[g] = (bits.bits_of(peak[g]) >> I(31)) & I(1)
             least[g] = F(np.inf)
         _cells(x[r], channel, y, at)
-        for other in range(sides):
+        for other in range(2):
             for g in range(groups):
                 side, start = negative[g] ^ I(other), column[g]
                 first = U(side) * U(width) + U(g * group)

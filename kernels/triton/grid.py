@@ -95,13 +95,12 @@ def search_grid(
     TABLE: tl.constexpr,
     BITS: tl.constexpr,
     COUNT: tl.constexpr,
-    SIDES: tl.constexpr,
     G: tl.constexpr,
     NG: tl.constexpr,
 ) -> None:
     """For given s_channel [R]: the e4m3 code of each group's scale with the least error among `offsets` [COUNT].
 
-    4 bit: under the sign of the group's largest element, and (SIDES 2) under the other; see `reference_w4a8`.
+    4 bit: under the sign of the group's largest element, then under the other; see `reference_w4a8`.
 
     x float32 [R, k], rotated, contiguous: groups are taken as they lie, `groups` of them, NG a program. s_rel uint8
     and errors float32 [R, k/G].
@@ -117,7 +116,7 @@ def search_grid(
     best_error = tl.full((NG,), float("inf"), tl.float32)
     if BITS == 4:
         side = tl.where(tl.max(-v, axis=1) > tl.max(v, axis=1), -1.0, 1.0)
-        for _ in tl.static_range(SIDES):
+        for _ in tl.static_range(2):
             mirrored = y * side[:, None]
             for i in range(COUNT):
                 candidate = tl.minimum(tl.maximum(start + tl.load(offsets + i), 0), 126)

@@ -70,14 +70,13 @@ def _search_grid(
     r, k = x.shape
     offsets = W4A8_OFFSETS if bits == 4 else W6A8_OFFSETS
     multiples = W4A8_MULTIPLES if bits == 4 else W6A8_MULTIPLES
-    best = quality == "best"
     steps = torch.tensor(offsets, dtype=torch.int32, device=x.device)
     floor = torch.tensor(SCALE_FLOOR, device=x.device)
     base = torch.maximum(x.abs().amax(dim=1) / 127.0, floor)
     best_channel, least_row = base, torch.full_like(base, math.inf)
     best_code = torch.zeros(r, k // group, dtype=torch.uint8, device=x.device)
     size = max(group, min(1024, up2(x.numel())))
-    for m in multiples if best else (1.0,):
+    for m in multiples if quality == "best" else (1.0,):
         multiple = torch.tensor(m, dtype=torch.float32, device=x.device)
         channel = base * multiple
         code = torch.empty_like(best_code)
@@ -96,7 +95,6 @@ def _search_grid(
             TABLE=has_table,
             BITS=bits,
             COUNT=len(offsets),
-            SIDES=2 if best else 1,
             G=group,
             NG=size // group,
             **OPTIONS,

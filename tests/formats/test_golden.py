@@ -119,11 +119,6 @@ def test_padding_is_cut_where_a_bias_or_the_marker_tells(
         assert np.array_equal(got.astype(np.float64), expected), how
 
 
-#: Stored with more than the written form has (F32 group scales; an offset a group): the form that is written instead,
-#: group scales in e4m3 and a table, comes this close (dB).
-RICHER = {"w4a8_asym_bf16_64x512.safetensors": 0.2, "w4a8_srel_f32_bf16_64x512.safetensors": 0.15}
-
-
 def written(layer: Layer, x: Any, backend: Any, quality: Any) -> tuple[Codes, Options]:
     """The same format, encoded by us from values in the stored basis."""
     codec, options = layer.codec, dict(layer.options)
@@ -137,7 +132,7 @@ def written(layer: Layer, x: Any, backend: Any, quality: Any) -> tuple[Codes, Op
 
 
 def test_encodes_at_least_as_well(golden: tuple[str, Any, Layer], d: ModuleType, backend: Any) -> None:
-    name, checkpoint, layer = golden
+    _, checkpoint, layer = golden
     source = reference(checkpoint, d, "src.weight")
     theirs = d.sqnr(source, reference(checkpoint, d, "ref.dequant"))
     n, k = source.shape
@@ -149,7 +144,9 @@ def test_encodes_at_least_as_well(golden: tuple[str, Any, Layer], d: ModuleType,
         codes, options = written(layer, x, backend, quality)
         y = change_basis(layer.codec.decode(codes, options, backend), rotation, 0, backend)
         found[quality] = d.sqnr(source, y[:n, :k])
-    assert found["best"] >= theirs - RICHER.get(name, 1e-6)
+    assert found["best"] >= theirs - 1e-6
     assert found["best"] >= found["fast"]
-    # Without a search a table's layer loses 0.3 dB, a 6-bit one against kitchen's search 0.8.
-    assert found["fast"] >= theirs - 0.9
+    # Without a search a 6-bit layer loses 0.8 dB against kitchen's search. In 4 bit `fast` searches too, and is better
+    # than what stores more than the form written here (float32 group scales; an offset a group).
+    searched = layer.codec.name == "w4a8" and layer.options["bits"] == 4
+    assert found["fast"] >= theirs + (0.2 if searched else -0.9)

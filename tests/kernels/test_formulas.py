@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from qconvert.kernels import layout
 from qconvert.kernels.api import Backend, Quality
-from qconvert.kernels.codebook import LOPSIDED, USUAL, fit_codebook
+from qconvert.kernels.codebook import USUAL, fit_codebook
 from qconvert.kernels.select import get_backend
 
 F32 = NDArray[np.float32]
@@ -209,6 +209,18 @@ def test_w4a8(group: int, codebook: F32 | None) -> None:
         np.testing.assert_allclose(shifted, got + np.repeat(correction, group, axis=1), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("codebook", [USUAL, None], ids=["codebook", "uniform"])
+def test_w4a8_scales_have_a_sign(codebook: F32 | None) -> None:
+    """A mirrored weight has the same codes under scales of the other sign, and lopsided groups need both."""
+    x = weights(9, 192)
+    for quality in QUALITIES:
+        codes, s_rel, channel = CPU.w4a8_encode(x, 16, codebook, quality)
+        mirrored = CPU.w4a8_encode(-x, 16, codebook, quality)
+        for ours, theirs in zip((codes, s_rel ^ 0x80, channel), mirrored, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        assert 0.2 < (s_rel > 0x7F).mean() < 0.8
+
+
 def test_w6a8() -> None:
     x = weights(5, 192)
     for quality in QUALITIES:
@@ -253,7 +265,7 @@ def test_codebook_fit() -> None:
     gaussian = CPU.rotate(weights(64, 1024), 256)
     np.testing.assert_array_equal(fit_codebook(gaussian, 16, "fast"), USUAL)
     for sample in (gaussian, np.zeros((2, 64), np.float32), np.zeros((0, 64), np.float32)):
-        np.testing.assert_array_equal(fit_codebook(sample, 16, "best"), LOPSIDED)
+        np.testing.assert_array_equal(fit_codebook(sample, 16, "best"), USUAL)
     skewed = np.random.default_rng(5).laplace(size=(64, 1024)).astype(np.float32)
     fitted = fit_codebook(skewed, 16, "best")
     assert (np.diff(fitted) >= 0).all() and fitted.dtype == np.float32

@@ -173,7 +173,7 @@ CASES: list[tuple[Callable[[str], Results], bool, float]] = [
     (nvfp4, True, 0.3),
     (mxfp8, True, 0.0),
     (w4a4, False, 1.5),
-    (w4a8, False, 0.25),
+    (w4a8, False, 0.8),
     (w6a8, False, 0.0),
 ]
 
