@@ -21,8 +21,9 @@ from qconvert.convert.job import Outcome, Request, final_output, output_path, pl
 from qconvert.convert.jobsfile import read_jobs
 from qconvert.convert.journal import StaleError
 from qconvert.convert.progress import progress_bar
+from qconvert.convert.screen import Volume, quiet, say, say_rows, speaking
 from qconvert.convert.shards import ShardWriter
-from qconvert.convert.text import db, size, table
+from qconvert.convert.text import db, size
 from qconvert.convert.upload import staging_folder
 from qconvert.formats.checkpoint import dumps, opened
 from qconvert.formats.errors import QConvertError
@@ -49,8 +50,15 @@ class Job:
     error: str | None = None
 
 
-def run_batch(path: Path, as_json: bool, dry_run: bool, overrides: dict[str, Any]) -> None:
+def run_batch(
+    path: Path, as_json: bool, dry_run: bool, overrides: dict[str, Any], volume: Volume = "normal"
+) -> None:
     """`qconvert batch JOBS.toml`. Exits with 1 when any job failed."""
+    with speaking(volume):
+        _run_batch(path, as_json, dry_run, overrides)
+
+
+def _run_batch(path: Path, as_json: bool, dry_run: bool, overrides: dict[str, Any]) -> None:
     requests = read_jobs(path, overrides)
     jobs = [_planned(request) for request in requests]
     if not as_json:
@@ -63,7 +71,7 @@ def run_batch(path: Path, as_json: bool, dry_run: bool, overrides: dict[str, Any
                 if job.status in ("new", "half done"):
                     _run(job, as_json)
                     if not as_json:
-                        click.echo(_line(job))
+                        say(job.status, _line(job))
     finally:
         # After Ctrl-C too: what is done is told.
         _report(jobs, time.monotonic() - begun, as_json, dry_run)
@@ -97,10 +105,10 @@ def _planned(request: Request) -> Job:
     return job
 
 
-def _run(job: Job, quiet: bool) -> None:
+def _run(job: Job, silent: bool) -> None:
     begun = time.monotonic()
     try:
-        outcome = _convert(job, quiet)
+        outcome = _convert(job, silent)
     except Exception as error:
         # One job's end, whatever it is, is not the batch's.
         _fail(job, error)
@@ -110,15 +118,15 @@ def _run(job: Job, quiet: bool) -> None:
     job.seconds = time.monotonic() - begun
 
 
-def _convert(job: Job, quiet: bool) -> Outcome:
+def _convert(job: Job, silent: bool) -> Outcome:
     with opened(job.request.source) as checkpoint:
-        with progress_bar(job.work_bytes, quiet) as advance:
+        with progress_bar(job.work_bytes, silent) as advance:
             try:
                 return run_job(job.request, checkpoint, advance)
             except StaleError:
                 pass
         # Half done from another source or plan: worth nothing now.
-        with progress_bar(job.work_bytes, quiet) as advance:
+        with progress_bar(job.work_bytes, silent) as advance:
             return run_job(replace(job.request, resume=False), checkpoint, advance)
 
 
@@ -186,13 +194,12 @@ def _print_plan(jobs: list[Job]) -> None:
                 job.status,
             )
         )
-    for line in table(rows, ""):
-        click.echo(line)
+    say_rows(rows, head=True)
     for folder, need, free in _volumes(jobs):
-        click.echo(f"space     {size(need)} to write, {size(free)} free at {folder}")
+        say("space", f"{size(need)} to write, {size(free)} free at {folder}")
     for job in jobs:
         if job.error:
-            click.echo(f"failed    {job.error}")
+            say("failed", job.error)
 
 
 def _short(place: object) -> str:
@@ -200,8 +207,7 @@ def _short(place: object) -> str:
 
 
 def _line(job: Job) -> str:
-    what = job.error if job.error else f"{job.output}  {size(job.output_bytes)} in {job.seconds:.1f} s"
-    return f"{job.status:9} {what}"
+    return job.error if job.error else f"{job.output}  {size(job.output_bytes)} in {job.seconds:.1f} s"
 
 
 def _report(jobs: list[Job], seconds: float, as_json: bool, dry_run: bool) -> None:
@@ -209,7 +215,7 @@ def _report(jobs: list[Job], seconds: float, as_json: bool, dry_run: bool) -> No
     if as_json:
         click.echo(dumps({"ok": not failed, "dry_run": dry_run, "jobs": [_json(job) for job in jobs]}))
         return
-    if dry_run:
+    if dry_run or quiet():
         return
     rows = [("status", "source", "target", "read", "written", "SQNR", "time")]
     for job in jobs:
@@ -226,8 +232,7 @@ def _report(jobs: list[Job], seconds: float, as_json: bool, dry_run: bool) -> No
             )
         )
     click.echo()
-    for line in table(rows, ""):
-        click.echo(line)
+    say_rows(rows, head=True)
     done = [job for job in jobs if job.status == "converted"]
     finished = sum(job.status == "finished" for job in jobs)
     click.echo(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 from qconvert.convert.reading import read_source
-from qconvert.convert.text import table
+from qconvert.convert.screen import say_rows
 from qconvert.convert.verdicts import verdict_json
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.errors import QConvertError
@@ -144,8 +144,7 @@ def _print(verdict: Verdict) -> None:
         (kind, name, f"-> {method}", str(len(layers)), layers[0])
         for (kind, name, method), layers in groups.items()
     ]
-    for line in table(rows, ""):
-        click.echo(line)
+    say_rows(rows)
     for line in violation_lines(verdict.all_violations()):
         click.echo(line)
     answer = f"accepted as {verdict.config or 'unquantised'}" if verdict.accepted else "not accepted"

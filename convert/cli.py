@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 from qconvert.formats.errors import QConvertError, UsageError
 
 import qconvert
@@ -28,13 +29,32 @@ class PlaceType(click.ParamType[Any]):
 
     name = "path"
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         from qconvert.formats.remote import place
 
         return place(value) if isinstance(value, str) else value
 
 
+def complete_target(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from qconvert.runtime.targets import TARGETS
+
+    return [target.name for target in TARGETS if target.name.startswith(incomplete)]
+
+
+def complete_runtime(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from qconvert.runtime.contracts.registry import contract_names
+
+    return [name for name in contract_names() if name.startswith(incomplete)]
+
+
 PLACE = PlaceType()
+QUIET = click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
+VERBOSE = click.option("-v", "--verbose", is_flag=True, help="Print a line for every layer, too.")
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -49,7 +69,14 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("source", type=PLACE)
-@click.option("--to", "target", required=True, metavar="TARGET", help="What to make; see `qconvert targets`.")
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    metavar="TARGET",
+    shell_complete=complete_target,
+    help="What to make; see `qconvert targets`.",
+)
 @click.option("-o", "--output", type=PLACE, metavar="DST", help="File or folder to write, or a URL.")
 @click.option(
     "--engine",
@@ -63,7 +90,12 @@ def cli() -> None:
     metavar="DIR",
     help="Where outputs for a URL are made first.",
 )
-@click.option("--runtime", metavar="NAME", help="Contract to meet first, e.g. sglang-0132848.")
+@click.option(
+    "--runtime",
+    metavar="NAME",
+    shell_complete=complete_runtime,
+    help="Contract to meet first, e.g. sglang-0132848.",
+)
 @click.option("--keep", multiple=True, metavar="REGEX", help="Layers to leave unquantised (repeatable).")
 @click.option(
     "--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", help="Type of decoded layers."
@@ -120,6 +152,8 @@ def cli() -> None:
 @click.option("--strict", is_flag=True, help="Refuse anything that had to be guessed.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @click.option("--force", is_flag=True, help="Overwrite an existing output.")
+@QUIET
+@VERBOSE
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 def convert(
     source: Path, target: str, output: Path | None, as_json: bool, dry_run: bool, **options: Any
@@ -147,12 +181,14 @@ def convert(
 )
 @click.option("--dry-run", is_flag=True, help="Print all plans and stop.")
 @click.option("--force", is_flag=True, default=None, help="Overwrite outputs that were made otherwise.")
+@QUIET
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-def batch(jobs_file: Path, dry_run: bool, as_json: bool, **given: Any) -> None:
+def batch(jobs_file: Path, dry_run: bool, as_json: bool, quiet: bool, **given: Any) -> None:
     """Convert every source in JOBS.toml into every target; run again, it does what is left."""
     from qconvert.convert.batch import run_batch
 
-    run_batch(jobs_file, as_json, dry_run, {key: value for key, value in given.items() if value is not None})
+    overrides = {key: value for key, value in given.items() if value is not None}
+    run_batch(jobs_file, as_json, dry_run, overrides, "quiet" if quiet else "normal")
 
 
 @cli.command()
@@ -167,7 +203,12 @@ def inspect(file: Path, as_json: bool) -> None:
 
 @cli.command()
 @click.argument("file", type=PLACE)
-@click.option("--runtime", metavar="NAME", help="Contract to check against (default: the newest sglang).")
+@click.option(
+    "--runtime",
+    metavar="NAME",
+    shell_complete=complete_runtime,
+    help="Contract to check against (default: the newest sglang).",
+)
 @click.option("--tp", type=click.IntRange(1), default=1, metavar="N", help="Tensor-parallel ranks.")
 @click.option(
     "--model",
@@ -206,12 +247,16 @@ def diff(a: Path, b: Path, sample: int | None, as_json: bool) -> None:
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Threads (default: all cores).")
 @click.option("--memory", default="512MiB", metavar="SIZE", help="Buffers, e.g. 128MiB (default 512MiB).")
 @click.option("--rename", multiple=True, metavar="REGEX=NEW", help="The renames the conversion was given.")
+@QUIET
+@VERBOSE
 @click.option("--json", "as_json", is_flag=True)
-def verify(source: Path, target: Path, as_json: bool, **options: Any) -> None:
+def verify(source: Path, target: Path, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
     """Decode SOURCE and TARGET and compare weights and outputs; exit code 1 under the threshold."""
+    from qconvert.convert.screen import speaking, volume_of
     from qconvert.convert.verification import run_verify
 
-    run_verify(source, target, as_json, **options)
+    with speaking(volume_of(quiet, verbose)):
+        run_verify(source, target, as_json, **options)
 
 
 @cli.group()

@@ -17,8 +17,9 @@ from qconvert.convert.progress import progress_bar
 from qconvert.convert.recipe import DTYPES, read_recipe
 from qconvert.convert.report import outcome_json, plan_json
 from qconvert.convert.report_write import check_report
+from qconvert.convert.screen import LABEL, say, say_rows, speaking, verbose, volume_of
 from qconvert.convert.serving import component_of, serving
-from qconvert.convert.text import db, grouped, parse_size, size, table, tally
+from qconvert.convert.text import db, grouped, parse_size, size, tally
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.layers import Layer, parse_assumption
 from qconvert.formats.remote import Place
@@ -71,6 +72,13 @@ def run_convert(
     source: Place, target: str, output: Place | None, as_json: bool, dry_run: bool, options: dict[str, Any]
 ) -> None:
     """`qconvert SRC --to TARGET`."""
+    with speaking(volume_of(options.get("quiet", False), options.get("verbose", False))):
+        _run_convert(source, target, output, as_json, dry_run, options)
+
+
+def _run_convert(
+    source: Place, target: str, output: Place | None, as_json: bool, dry_run: bool, options: dict[str, Any]
+) -> None:
     request = make_request(source, target, output, options)
     report: Path | None = options.get("report")
     if report is not None:
@@ -94,7 +102,7 @@ def run_convert(
         else:
             print_outcome(outcome)
             for line in _serving(checkpoint, plan, outcome.output):
-                click.echo(f"serve     {line}")
+                say("serve", line)
         if report is not None:
             _report(report, checkpoint, plan, outcome.output, outcome.output_bytes, outcome, as_json)
 
@@ -124,42 +132,47 @@ def _report(
         report, build_report(checkpoint, plan, path, out_bytes, outcome, histograms, findings, lines)
     )
     if not as_json:
-        click.echo(f"report    {report}")
+        say("report", str(report))
 
 
 def print_plan(checkpoint: Checkpoint, plan: Plan, out_bytes: int, path: Place) -> None:
     """What was found and what will be done."""
     layers = [action.layer for action in plan.actions]
     found = tally(_source_word(action.layer) for action in plan.actions)
-    click.echo(f"source    {checkpoint.path}  {size(checkpoint.nbytes)}, {len(layers)} layers: {found}")
+    say("source", f"{checkpoint.path}  {size(checkpoint.nbytes)}, {len(layers)} layers: {found}")
     if plan.families:
-        click.echo(f"family    {', '.join(plan.families)}")
+        say("family", ", ".join(plan.families))
     else:
-        click.echo("family    unknown: generic rules (2-D weights that are not embeddings)")
+        say("family", "unknown: generic rules (2-D weights that are not embeddings)")
     for line in grouped(plan.findings):
-        click.echo(f"found     {line}")
+        say("found", line)
     for note in plan.notes:
-        click.echo(f"note      {note}")
+        say("note", note)
     contract = f" for {plan.contracts[0].name}" if plan.contracts else ""
-    click.echo(f"plan      {plan.target.name}{contract}, {size(checkpoint.nbytes)} -> {size(out_bytes)}")
+    say("plan", f"{plan.target.name}{contract}, {size(checkpoint.nbytes)} -> {size(out_bytes)}")
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for action in plan.actions:
         key = (action.kind, action.role, action.method, action.reason)
         groups.setdefault(key, []).append(action.layer.nbytes)
-    for line in table(
+    say_rows(
         [
             (kind, str(len(sizes)), role, f"-> {method}", size(sum(sizes)), reason)
             for (kind, role, method, reason), sizes in groups.items()
         ],
-        "          ",
-    ):
-        click.echo(line)
+        LABEL,
+    )
+    if verbose():
+        for action in plan.actions:
+            say(
+                "layer",
+                f"{action.layer.prefix}: {action.layer.word} -> {action.method}, {action.kind}, {action.reason}",
+            )
     reasons: dict[tuple[str, str], list[str]] = {}
     for drop in plan.drops:
         reasons.setdefault((drop.tensor.rpartition(".")[2], drop.reason), []).append(drop.tensor)
     for (suffix, reason), names in reasons.items():
-        click.echo(f"dropped   {len(names)} {suffix} (e.g. {names[0]}): {reason}")
-    click.echo(f"output    {path}")
+        say("dropped", f"{len(names)} {suffix} (e.g. {names[0]}): {reason}")
+    say("output", str(path))
 
 
 def _source_word(layer: Layer) -> str:
@@ -173,26 +186,32 @@ def print_outcome(outcome: Outcome) -> None:
     plan = outcome.plan
     ratio = outcome.output_bytes / max(outcome.source_bytes, 1)
     rate = outcome.source_bytes / max(outcome.seconds, 1e-9)
-    click.echo(
-        f"done      {outcome.output}  {size(outcome.source_bytes)} -> {size(outcome.output_bytes)} "
-        f"(x{ratio:.2f}) in {outcome.seconds:.1f} s, {size(rate)}/s"
+    say(
+        "done",
+        f"{outcome.output}  {size(outcome.source_bytes)} -> {size(outcome.output_bytes)} "
+        f"(x{ratio:.2f}) in {outcome.seconds:.1f} s, {size(rate)}/s",
     )
     for verdict in outcome.verdicts:
         if verdict.accepted:
             methods = tally(layer.method for layer in verdict.layers)
-            click.echo(
-                f"accepted  {verdict.runtime}: {verdict.config} ({methods})"
-                if verdict.config
-                else f"accepted  {verdict.runtime}: unquantised"
+            say(
+                "accepted",
+                f"{verdict.runtime}: "
+                + (f"{verdict.config} ({methods})" if verdict.config else "unquantised"),
             )
         else:
             why = next(v for v in verdict.all_violations() if v.severity in ("refuse", "trap"))
-            click.echo(f"refused   {verdict.runtime}: {why.line()}")
+            say("refused", f"{verdict.runtime}: {why.line()}")
     for cls, count, sqnr in class_errors(outcome):
-        click.echo(f"closeness {cls}: {count} layers, SQNR {db(sqnr)}")
+        say("closeness", f"{cls}: {count} layers, SQNR {db(sqnr)}")
+    if verbose():
+        for action in plan.actions:
+            result = outcome.results.get(action.layer.prefix)
+            if result is not None and action.kind not in LOSSLESS:
+                say("layer", f"{action.prefix}: SQNR {db(decibels(result.signal, result.noise))}")
     if all(action.kind in ("keep", "copy") for action in plan.actions):
-        click.echo("          the source was already right: copied as it is")
-    click.echo("proof     the written file was read back: markers, shapes and values as planned")
+        say("", "the source was already right: copied as it is")
+    say("proof", "the written file was read back: markers, shapes and values as planned")
 
 
 def class_errors(outcome: Outcome) -> list[tuple[str, int, float]]:

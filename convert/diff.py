@@ -17,6 +17,7 @@ from typing import Any
 import click
 import numpy as np
 from qconvert.convert.reading import read_source
+from qconvert.convert.screen import say_line
 from qconvert.convert.text import db
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.errors import QConvertError
@@ -177,7 +178,7 @@ def run_diff(path_a: Path, path_b: Path, sample: int | None, as_json: bool) -> N
         click.echo(dumps(_json(found)))
     else:
         for line in screen(found):
-            click.echo(line)
+            say_line(line)
     if not found.empty:
         sys.exit(1)
 

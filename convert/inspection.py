@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 from qconvert.convert.checking import judge, named_view, weighed_source
+from qconvert.convert.screen import say_line
 from qconvert.convert.text import grouped, size, table, tally
 from qconvert.convert.verdicts import verdict_json
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
@@ -40,7 +41,7 @@ def run_inspect(path: Path, as_json: bool) -> None:
         click.echo(dumps(_json(path, checkpoint, inventory, verdicts, unread)))
     else:
         for line in _screen(path, checkpoint, inventory, verdicts, unread):
-            click.echo(line)
+            say_line(line)
     if unread:
         sys.exit(1)
 

@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from qconvert.convert.screen import quiet
+
 
 @contextmanager
-def progress_bar(total: int, quiet: bool) -> Iterator[Callable[[int], object]]:
-    """Bytes of source done; nothing when not a terminal."""
-    if quiet or not sys.stderr.isatty():
+def progress_bar(total: int, silent: bool) -> Iterator[Callable[[int], object]]:
+    """Bytes of source done, with rate and time left; nothing when not a terminal, or after --quiet."""
+    if silent or quiet() or not sys.stderr.isatty():
         yield lambda done: None
         return
     from tqdm import tqdm

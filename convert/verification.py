@@ -14,7 +14,8 @@ from qconvert.convert.classes import layer_class
 from qconvert.convert.cli import parse_pairs
 from qconvert.convert.progress import progress_bar
 from qconvert.convert.reading import read_source
-from qconvert.convert.text import db, parse_size, table
+from qconvert.convert.screen import say, say_rows, verbose
+from qconvert.convert.text import db, parse_size
 from qconvert.formats.base import F32
 from qconvert.formats.checkpoint import dumps, opened
 from qconvert.formats.layers import Layer, take_inventory
@@ -96,11 +97,12 @@ def run_verify(
     else:
         _print_matches(found.matches)
         for name in found.extra:
-            click.echo(f"note      {name} is only in {target}")
+            say("note", f"{name} is only in {target}")
         for problem in problems:
-            click.echo(f"wrong     {problem}")
-        click.echo(
-            f"verdict   {'wrong' if problems else 'right'}: {len(found.matches)} layers, SQNR {db(found.total())}"
+            say("wrong", problem)
+        say(
+            "verdict",
+            f"{'wrong' if problems else 'right'}: {len(found.matches)} layers, SQNR {db(found.total())}",
         )
     if problems:
         sys.exit(1)
@@ -118,12 +120,11 @@ def _print_matches(matches: list[LayerMatch]) -> None:
         rows.append(
             (cls, name, str(int(count)), db(decibels(s, n)), db(decibels(out_s, out_n)) if out_s else "-")
         )
-    for line in table(rows, ""):
-        click.echo(line)
-    worst = sorted((m for m in matches if m.noise), key=lambda m: m.sqnr)[:WORST]
-    for m in worst:
+    say_rows(rows, head=True)
+    worst = sorted((m for m in matches if m.noise), key=lambda m: m.sqnr)
+    for m in worst if verbose() else worst[:WORST]:
         out = f", outputs {db(m.out_sqnr)}" if m.out_signal else ""
-        click.echo(f"worst     {m.layer}: {m.source_format} -> {m.format}, weights {db(m.sqnr)}{out}")
+        say("worst", f"{m.layer}: {m.source_format} -> {m.format}, weights {db(m.sqnr)}{out}")
 
 
 def _match_json(m: LayerMatch) -> dict[str, Any]:
