@@ -38,6 +38,8 @@ BYTES_PER_ELEMENT = 24
 #: Elements that a table is fitted on at most (FORMATS, w4a8: 2^22 / K rows).
 SAMPLE_ELEMENTS = 1 << 22
 SAMPLE_ROWS = 16
+#: Elements that a tensor scale is fitted on at most.
+FIT_ELEMENTS = 1 << 18
 #: `--memory`: bytes of buffers.
 DEFAULT_MEMORY = 512 << 20
 
@@ -315,22 +317,37 @@ class Executor:
 
     def _sample_job(self, task: _Task) -> Callable[[], None]:
         def job() -> None:
-            layer = task.action.layer
-            step = lcm(SAMPLE_ROWS, layer.codec.row_step(layer.options))
-            blocks = -(-layer.n // step)
-            count = max(1, min(blocks, SAMPLE_ELEMENTS // max(layer.k, 1) // step))
-            picked = [block * blocks // count for block in range(count)]
-            rows = [self._values(task, i * step, min((i + 1) * step, layer.n)) for i in picked]
-            sample = np.concatenate(rows)
+            sample = self._sample(task, SAMPLE_ELEMENTS)
             self._finite_amax(task, sample, 0)
             self._prepare(task, sample)
 
         return job
 
+    def _sample(self, task: _Task, elements: int) -> F32:
+        """Rows in short runs, evenly through the layer."""
+        layer = task.action.layer
+        step = lcm(SAMPLE_ROWS, layer.codec.row_step(layer.options))
+        blocks = -(-layer.n // step)
+        count = max(1, min(blocks, elements // max(layer.k, 1) // step))
+        picked = [block * blocks // count for block in range(count)]
+        return np.concatenate([self._values(task, i * step, min((i + 1) * step, layer.n)) for i in picked])
+
     def _prepare(self, task: _Task, statistic: Any) -> None:
         action = task.action
         task.common = action.codec.prepare(statistic, action.options, self.backend, self.quality)
-        self._push_front(self._encode_jobs(task))
+        if self.quality == "best" and action.codec.fits(action.options):
+            self._push_front([self._fit_job(task)])
+        else:
+            self._push_front(self._encode_jobs(task))
+
+    def _fit_job(self, task: _Task) -> Callable[[], None]:
+        def job() -> None:
+            action = task.action
+            sample = self._sample(task, FIT_ELEMENTS)
+            task.common = action.codec.fit(task.common, sample, action.options, self.backend)
+            self._push_front(self._encode_jobs(task))
+
+        return job
 
     def _encode_jobs(self, task: _Task) -> list[Callable[[], None]]:
         task.unwritten = len(task.todo)

@@ -180,6 +180,14 @@ class Codec(ABC):
         """What the whole tensor shares (tensor scale, codebook), from the amax (float) or the sampled rows."""
         return {}
 
+    def fits(self, options: Options) -> bool:
+        """Whether `fit` betters what `prepare` made of the amax."""
+        return False
+
+    def fit(self, common: Codes, sample: F32, options: Options, backend: Backend) -> Codes:
+        """`common` for the least error on sampled rows [S, k] in the stored basis (quality `best`)."""
+        return common
+
     def encode(self, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality) -> Codes:
         """Codes of a chunk x [R, k] in the stored basis, `common` (from `prepare`) included."""
         raise NotImplementedError(f"{self.name} is not written")

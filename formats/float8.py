@@ -218,12 +218,21 @@ class Float8(Codec):
             return {"scale": np.asarray(backend.fp8_scale(statistic, options["kind"]), np.float32)}
         return {}
 
+    def fits(self, options: Options) -> bool:
+        return bool(options["scale"] == "scalar")
+
+    def fit(self, common: Codes, sample: F32, options: Options, backend: Backend) -> Codes:
+        scale = backend.fp8_fitted_scale(sample.reshape(1, -1), common["scale"].reshape(1), options["kind"])
+        return common | {"scale": scale.reshape(())}
+
     def encode(self, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality) -> Codes:
         if options["scale"] == "scalar":
             scale = common["scale"]
         elif options["scale"] == "row":
             peaks = np.abs(x).max(axis=1, initial=0.0)
             scale = np.array([backend.fp8_scale(float(peak), options["kind"]) for peak in peaks], np.float32)
+            if quality == "best":
+                scale = backend.fp8_fitted_scale(x, scale, options["kind"])
         else:
             scale = np.ones((), np.float32)
         return {"q": backend.fp8_encode(x, scale, options["kind"]), "scale": scale}

@@ -61,6 +61,14 @@ class Backend(Protocol):
         """float32(amax)/M, never below the least normal float32; 1.0 when amax is 0."""
         ...
 
+    def fp8_fitted_scale(self, x: F32, scale: F32, dtype: str) -> F32:
+        """[R]: of `scale` [R] and its multiples up to 31/16, in sixteenths, the one with the least squared error of x.
+
+        The absmax scale clips nothing, nor do its multiples; they only move the grid within its octave. Never
+        worse than 1.
+        """
+        ...
+
     def fp8_encode(self, x: F32, scale: F32, dtype: str) -> U8:
         """RNE(clamp(x / scale, +-M)); scale [] or [R] float32."""
         ...

@@ -15,6 +15,7 @@ from qconvert.kernels.api import FP8_MAX, Quality
 from qconvert.kernels.search import (
     BLOCK_LANES,
     CLIP_MARGIN,
+    FP8_FACTORS,
     INT4_FACTORS,
     INT4_STEPS,
     INT8_FACTORS,
@@ -125,6 +126,24 @@ def fp8_encode(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
 
 def fp8_decode(q: Tensor, scale: Tensor, dtype: str) -> Tensor:
     return to_f32(q, dtype) * _per_row(scale, q)
+
+
+def fp8_fitted_scale(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    """[R]: `scale` [R] or the multiple of it with the least squared error; errors in units of `scale`."""
+
+    def error(factor: float) -> Tensor:
+        f = torch.tensor(factor, dtype=torch.float32)
+        u = x * (1.0 / (scale * f))[:, None]
+        d = u - to_f32(from_f32(u, dtype), dtype)
+        return lane_sum(d * d, ROW_LANES) * (f * f)
+
+    best = torch.ones_like(scale)
+    least = error(1.0) * torch.tensor(CLIP_MARGIN, dtype=torch.float32)
+    for factor in FP8_FACTORS:
+        e = error(factor)
+        wins = e < least
+        least, best = torch.where(wins, e, least), torch.where(wins, factor, best)
+    return scale * best
 
 
 def _clipped_row_scale(

@@ -52,6 +52,9 @@ class ReferenceBackend:
     def fp8_scale(self, amax: float, dtype: str) -> np.float32:
         return np.float32(ref.scalar_scale(amax, FP8_MAX[dtype]).item())
 
+    def fp8_fitted_scale(self, x: F32, scale: F32, dtype: str) -> F32:
+        return ref.fp8_fitted_scale(_tensor(x), _tensor(scale), dtype).numpy()
+
     def fp8_encode(self, x: F32, scale: F32, dtype: str) -> U8:
         return ref.fp8_encode(_tensor(x), _tensor(np.asarray(scale)), dtype).numpy()
 

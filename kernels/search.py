@@ -10,6 +10,8 @@ SCALE_FLOOR = 1e-30
 LEAST_NORMAL = 2.0**-126
 #: A clipped row has to have less than this part of the absmax error.
 CLIP_MARGIN = 0.9999
+#: Multiples of the absmax scale that fp8 rows try after 1: one octave, as the next repeats it.
+FP8_FACTORS: tuple[float, ...] = tuple(1 + i / 16 for i in range(1, 16))
 #: Multiples of amax/127 tried as row scales after 1, and steps from the best of them (minus, then plus).
 INT8_FACTORS: tuple[float, ...] = (0.9975, 0.995, 0.99, 0.985, 0.98, 0.975, 0.97, 0.96)
 INT8_STEPS: tuple[float, ...] = ()

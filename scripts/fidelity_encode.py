@@ -30,7 +30,8 @@ class Form:
     codec: str
     rotated: bool
     options: Mapping[str, Any] = field(default_factory=dict)
-    kitchen: Mapping[str, Any] = field(default_factory=dict)
+    #: None: it has no such format.
+    kitchen: Mapping[str, Any] | None = field(default_factory=dict)
     peer: tuple[str, ...] | None = None
 
     def group(self, k: int) -> int:
@@ -40,6 +41,7 @@ class Form:
 _W4A8 = {"bits": 4, "group": 16, "codebook": True, "correction": False, "grid": True, "signed": False}
 FORMS = (
     Form("fp8 scalar", "float8", False, {"kind": "F8_E4M3", "scale": "scalar"}, {"scale": "recalculate"}, ()),
+    Form("fp8 row", "float8", False, {"kind": "F8_E4M3", "scale": "row"}, None, ("--scaling_mode", "row")),
     Form("int8 row", "int8", False, {"scale": "row"}, {"per_channel": True, "scale": "recalculate"},
          ("--int8", "--scaling_mode", "row")),
     Form("int8 ConvRot", "int8", True, {"scale": "row"},
@@ -59,6 +61,8 @@ def ours(form: Form, w: F32, quality: Literal["fast", "best"], moments: F32 | No
     x = backend.rotate(w, group) if group else w
     statistic: Any = {"none": None, "amax": backend.amax(x), "sample": x}[codec.statistic(options)]
     common = codec.prepare(statistic, options, backend, quality)
+    if quality == "best" and codec.fits(options):
+        common = codec.fit(common, x, options, backend)
     if moments is None:
         codes = codec.encode(x, common, options, backend, quality)
     else:
@@ -71,6 +75,8 @@ def kitchen(form: Form, w: F32) -> Tensors:
     """The same from comfy-kitchen's layouts, given float32 (its formulas round less there than in bfloat16)."""
     import comfy_kitchen.tensor as ck
     import torch
+
+    assert form.kitchen is not None
 
     layout: Any = {
         "float8": ck.TensorCoreFP8Layout,
@@ -147,8 +153,17 @@ def from_bf16(bits: NDArray[np.uint16]) -> F32:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def peer(form: Form, weights: Mapping[str, F32], python: str) -> dict[str, tuple[Tensors, int]] | str:
-    """convert_to_quant (`quick` mode) on one file of all weights: layer -> (tensors, ConvRot group it states)."""
+#: Iterations of convert_to_quant's learned rounding (its default is 4,000: hours for these tables on a CPU).
+ITERATIONS = 200
+
+
+def peer(
+    form: Form, weights: Mapping[str, F32], python: str, learned: bool
+) -> dict[str, tuple[Tensors, int]] | str:
+    """convert_to_quant on one file of all weights: layer -> (tensors, ConvRot group it states).
+
+    `learned`: its learned rounding, cut short; otherwise its quick mode.
+    """
     if form.peer is None:
         return "has no such format"
     with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +171,8 @@ def peer(form: Form, weights: Mapping[str, F32], python: str) -> dict[str, tuple
         names = {name: f"blocks.{i}.linear" for i, name in enumerate(weights)}
         write_file(source, {f"{names[n]}.weight": ("BF16", to_bf16(w)) for n, w in weights.items()})
         command = [python, "-P", "-c", "from convert_to_quant.cli.main import main; main()"]
-        command += ["-i", str(source), "-o", str(output), "--comfy_quant", "--simple", "--device", "cpu"]
+        command += ["-i", str(source), "-o", str(output), "--comfy_quant", "--device", "cpu"]
+        command += ["--num_iter", str(ITERATIONS)] if learned else ["--simple"]
         run = subprocess.run([*command, *form.peer], capture_output=True, text=True, cwd=folder)
         if not output.exists():
             return (run.stderr or run.stdout).strip().splitlines()[-1]

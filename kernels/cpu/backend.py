@@ -11,7 +11,7 @@ from qconvert.kernels import search
 from qconvert.kernels.api import F32, FP8_MAX, I8, U8, Quality, Raw
 from qconvert.kernels.check import check_group, check_nvfp4, check_w4a8
 from qconvert.kernels.codebook import UNIFORM, fit_codebook
-from qconvert.kernels.cpu import blocks, casts, rotate, rows, w4a8, w6a8
+from qconvert.kernels.cpu import blocks, casts, fp8_fit, rotate, rows, w4a8, w6a8
 
 _NO_FACTORS = np.empty(0, dtype=np.float32)
 _WIDEN = {
@@ -85,6 +85,18 @@ class CpuBackend:
 
     def fp8_scale(self, amax: float, dtype: str) -> np.float32:
         return self._tensor_scale(amax, FP8_MAX[dtype])
+
+    def fp8_fitted_scale(self, x: F32, scale: F32, dtype: str) -> F32:
+        out = np.empty(x.shape[0], dtype=np.float32)
+        fp8_fit.fitted_scale(
+            np.ascontiguousarray(x),
+            np.ascontiguousarray(scale),
+            *fp8_fit.GRIDS[dtype],
+            np.array(search.FP8_FACTORS, dtype=np.float32),
+            np.float32(search.CLIP_MARGIN),
+            out,
+        )
+        return out
 
     def fp8_encode(self, x: F32, scale: F32, dtype: str) -> U8:
         out = np.empty(x.shape, dtype=np.uint8)

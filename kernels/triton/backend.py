@@ -61,6 +61,9 @@ class TritonBackend:
     def fp8_scale(self, amax: float, dtype: str) -> np.float32:
         return np.float32(ref.scalar_scale(amax, FP8_MAX[dtype]).item())
 
+    def fp8_fitted_scale(self, x: F32, scale: F32, dtype: str) -> F32:
+        return self._from(launch_rows.fp8_fitted_scale(self._to(x), self._to(scale), dtype))
+
     def fp8_encode(self, x: F32, scale: F32, dtype: str) -> U8:
         return self._from(launch.encode_fp8(self._to(x), self._to(np.asarray(scale)), dtype))
 

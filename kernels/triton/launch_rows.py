@@ -9,6 +9,7 @@ import torch
 from qconvert.kernels.api import FP8_MAX, Quality
 from qconvert.kernels.search import (
     CLIP_MARGIN,
+    FP8_FACTORS,
     INT4_FACTORS,
     INT4_STEPS,
     INT8_FACTORS,
@@ -17,7 +18,7 @@ from qconvert.kernels.search import (
     ROW_LANES,
     SCALE_FLOOR,
 )
-from qconvert.kernels.triton import rows, search
+from qconvert.kernels.triton import rows, search, search_fp8
 from qconvert.kernels.triton.launch import OPTIONS, answer, bits_of, kind_of, like, up2, warps
 from qconvert.kernels.triton.rotate import SPLITS
 from torch import Tensor
@@ -143,3 +144,22 @@ def row_scale(x: Tensor, code: str, quality: Quality) -> Tensor:
         **OPTIONS,
     )
     return scales
+
+
+def fp8_fitted_scale(x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+    """[R] of x [R, K] float32 and the absmax scales [R]."""
+    out = torch.empty_like(scale)
+    tried = torch.tensor([1.0, *FP8_FACTORS], device=x.device)
+    search_fp8.search_fp8_scale[(x.shape[0],)](
+        x.contiguous(),
+        scale.contiguous(),
+        tried,
+        out,
+        x.shape[1],
+        tried.numel(),
+        E4M3=dtype == "F8_E4M3",
+        MARGIN=CLIP_MARGIN,
+        LANES=ROW_LANES,
+        **OPTIONS,
+    )
+    return out

@@ -97,6 +97,8 @@ def fp8(dtype: str, per_row: bool) -> Callable[[Backend, F32], Arrays]:
     def run(b: Backend, x: F32) -> Arrays:
         rows = [b.fp8_scale(b.amax(row), dtype) for row in (x if per_row else x[None])]
         scale = np.array(rows, dtype=np.float32) if per_row else np.asarray(rows[0])
+        fitted = b.fp8_fitted_scale(x if per_row else x.reshape(1, -1), scale.reshape(-1), dtype)
+        scale = fitted if per_row else fitted.reshape(())
         q = b.fp8_encode(x, scale, dtype)
         return scale, q, b.fp8_decode(q, scale, dtype)
 
