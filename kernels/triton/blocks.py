@@ -31,9 +31,12 @@ def _place(
     BLOCKS: tl.constexpr,
     SWIZZLE: tl.constexpr,
 ) -> tl.tuple:
-    """Row, block, offset of the scale, and whether it exists, [ROWS * BLOCKS] each."""
+    """Row (int64, for what it is multiplied with), block, offset of the scale, and whether it exists.
+
+    [ROWS * BLOCKS] each.
+    """
     i = tl.arange(0, ROWS * BLOCKS)
-    row = tl.program_id(0) * ROWS + i // BLOCKS
+    row = tl.program_id(0).to(tl.int64) * ROWS + i // BLOCKS
     block = tl.program_id(1) * BLOCKS + i % BLOCKS
     at = swizzled(row, block, tiles) if SWIZZLE else row * blocks + block
     return row, block, at, (row < rows) & (block < blocks)
@@ -96,8 +99,7 @@ def quantise_nvfp4(
     P: tl.constexpr = ROWS * BLOCKS
     row, block, at, inside = _place(rows, k // 16, tiles, ROWS, BLOCKS, SWIZZLE)
     col = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    wide_row = row.to(tl.int64)
-    v = widen(tl.load(x + wide_row[:, None] * x_stride + col, mask=inside[:, None], other=0), KIND)
+    v = widen(tl.load(x + row[:, None] * x_stride + col, mask=inside[:, None], other=0), KIND)
     t = tl.load(tensor_scale)
     amax = tl.max(magnitude(v), axis=1)
     code = encode_e4m3(tl.div_rn(tl.div_rn(amax, 6.0), t)).to(tl.int32)
@@ -110,7 +112,7 @@ def quantise_nvfp4(
     q = encode_e2m1(tl.div_rn(v, tl.where(dead, 1.0, total)[:, None]))
     high, low = tl.split(tl.reshape(q, (P, 8, 2)))
     byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-    out = codes + wide_row[:, None] * (k // 2) + byte
+    out = codes + row[:, None] * (k // 2) + byte
     tl.store(out, ((high << 4) | low).to(tl.uint8), mask=inside[:, None])
     tl.store(scales + at, code.to(tl.uint8), mask=inside)
 
@@ -133,15 +135,14 @@ def dequantise_nvfp4(
     """codes [rows, k/2] and scales -> [rows, k] in the stored type OUT: value * (tensor scale * block scale)."""
     P: tl.constexpr = ROWS * BLOCKS
     row, block, at, inside = _place(rows, k // 16, tiles, ROWS, BLOCKS, SWIZZLE)
-    wide_row = row.to(tl.int64)
     byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-    packed = tl.load(codes + wide_row[:, None] * (k // 2) + byte, mask=inside[:, None], other=0)
+    packed = tl.load(codes + row[:, None] * (k // 2) + byte, mask=inside[:, None], other=0)
     packed = packed.to(tl.int32)
     q = tl.join(packed >> 4 & 15, packed & 15) if HIGH_FIRST else tl.join(packed & 15, packed >> 4 & 15)
     total = tl.load(tensor_scale) * decode_e4m3(tl.load(scales + at, mask=inside, other=0))
     value = decode_e2m1(tl.reshape(q, (P, 16))) * total[:, None]
     col = block[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tl.store(out + wide_row[:, None] * k + col, narrow(value, OUT), mask=inside[:, None])
+    tl.store(out + row[:, None] * k + col, narrow(value, OUT), mask=inside[:, None])
 
 
 @triton.jit
@@ -161,12 +162,11 @@ def quantise_mxfp8(
     """x [rows, k], k a multiple of 32 -> q e4m3 [rows, k], scales e8m0 (as in `quantise_nvfp4`)."""
     row, block, at, inside = _place(rows, k // 32, tiles, ROWS, BLOCKS, SWIZZLE)
     col = block[:, None] * 32 + tl.arange(0, 32)[None, :]
-    wide_row = row.to(tl.int64)
-    v = widen(tl.load(x + wide_row[:, None] * x_stride + col, mask=inside[:, None], other=0), KIND)
+    v = widen(tl.load(x + row[:, None] * x_stride + col, mask=inside[:, None], other=0), KIND)
     bits = as_i32(tl.div_rn(tl.max(magnitude(v), axis=1), 448.0))
     e = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
     inverse = as_f32((254 - e) << 23)
-    out = q + wide_row[:, None] * k + col
+    out = q + row[:, None] * k + col
     tl.store(out, encode_e4m3(v * inverse[:, None]), mask=inside[:, None])
     tl.store(scales + at, e.to(tl.uint8), mask=inside)
 
@@ -187,8 +187,7 @@ def dequantise_mxfp8(
     """q e4m3 [rows, k] and scales -> [rows, k] in the stored type OUT. Scale byte 0 is 0.0, as kitchen decodes it."""
     row, block, at, inside = _place(rows, k // 32, tiles, ROWS, BLOCKS, SWIZZLE)
     col = block[:, None] * 32 + tl.arange(0, 32)[None, :]
-    wide_row = row.to(tl.int64)
-    code = tl.load(q + wide_row[:, None] * k + col, mask=inside[:, None], other=0)
+    code = tl.load(q + row[:, None] * k + col, mask=inside[:, None], other=0)
     power = as_f32(tl.load(scales + at, mask=inside, other=0).to(tl.int32) << 23)
     value = decode_e4m3(code) * power[:, None]
-    tl.store(out + wide_row[:, None] * k + col, narrow(value, OUT), mask=inside[:, None])
+    tl.store(out + row[:, None] * k + col, narrow(value, OUT), mask=inside[:, None])

@@ -105,10 +105,10 @@ def search_grid(
     x float32 [R, k], rotated, contiguous: groups are taken as they lie, `groups` of them, NG a program. s_rel uint8
     and errors float32 [R, k/G].
     """
-    group = tl.program_id(0) * NG + tl.arange(0, NG)
+    group = tl.program_id(0).to(tl.int64) * NG + tl.arange(0, NG)
     inside = group < groups
     channel = tl.load(s_channel + group // (k // G), mask=inside, other=1.0)
-    at = group.to(tl.int64)[:, None] * G + tl.arange(0, G)[None, :]
+    at = group[:, None] * G + tl.arange(0, G)[None, :]
     v = tl.load(x + at, mask=inside[:, None], other=0.0)
     y = tl.div_rn(v, channel[:, None])
     start = encode_e4m3(tl.div_rn(tl.max(magnitude(y), axis=1), largest_level)).to(tl.int32)

@@ -82,7 +82,7 @@ def block_scales(
     """Scale bytes of rows first + row, columns start .. start + BK, `count` a row: [R, BK / WIDTH]."""
     block = start // WIDTH + tl.arange(0, BK // WIDTH)
     if SWIZZLE:
-        at = swizzled((first + row)[:, None], block[None, :], tiles)
+        at = swizzled((first + row).to(tl.int64)[:, None], block[None, :], tiles)
     else:
         at = (first + row).to(tl.int64)[:, None] * count + block[None, :]
     return tl.load(scales + at, mask=inside[:, None] & (block < count)[None, :], other=0)
