@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from click.shell_completion import CompletionItem
+from qconvert.convert.terminal import Terminated, guarded, harmless
 from qconvert.formats.errors import QConvertError, UsageError
 
 import qconvert
@@ -301,9 +303,17 @@ def targets(as_json: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point: one clear line for every failure, exit code 2 for usage and 1 for a refused or failed job."""
+    """Entry point: one clear line for every failure, exit code 2 for usage and 1 for a refused or failed job.
+
+    130 and 143 after SIGINT and SIGTERM, as shells expect.
+    """
     # A header of ten thousand tensors becomes a million objects without cycles: looking for some takes time.
     gc.set_threshold(200_000, 20, 20)
+    with guarded():
+        _main(argv)
+
+
+def _main(argv: list[str] | None) -> None:
     try:
         code = cli.main(argv, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -313,19 +323,46 @@ def main(argv: list[str] | None = None) -> None:
         words = error.format_message()
         if error.param is not None and error.param.name == "target" and "--to" in error.param.opts:
             words = "what to make is not said: --to TARGET is missing; `qconvert targets` lists all"
-        click.echo(f"qconvert: {words}", err=True)
-        sys.exit(2)
+        _fail(words, 2)
     except click.ClickException as error:
-        click.echo(f"qconvert: {error.format_message()}", err=True)
-        sys.exit(2)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("qconvert: interrupted", err=True)
-        sys.exit(130)
+        _fail(error.format_message(), 2)
+    except (click.Abort, KeyboardInterrupt) as error:
+        # click hides the interruption that it caught, and with it what there is to resume.
+        _fail(interrupted("interrupted", error), 130)
+    except Terminated as error:
+        _fail(interrupted("terminated", error), 143)
     except QConvertError as error:
-        click.echo(f"qconvert: {error.line()}", err=True)
-        sys.exit(error.exit_code)
+        _fail(error.line(), error.exit_code)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:
+        _fail(": ".join(str(part) for part in (error.filename, error.strerror or error) if part), 1)
+    except MemoryError:
+        _fail("not enough memory; --jobs 1 and a smaller --memory need less", 1)
+    except Exception as error:
+        _fail(fault(error), 1)
+
+
+def _fail(words: str, code: int) -> NoReturn:
+    click.echo(f"qconvert: {harmless(' '.join(words.split()))}", err=True)
+    sys.exit(code)
+
+
+def interrupted(word: str, error: BaseException) -> str:
+    """What was interrupted, and how to go on where something can be: outputs note that on the exception."""
+    inner: BaseException | None = error
+    while inner is not None:
+        for note in getattr(inner, "__notes__", ()):
+            return f"{word}; {note}"
+        inner = inner.__context__
+    return word
+
+
+def fault(error: Exception) -> str:
+    """An exception that nobody foresaw, in one line that can be reported."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-3:]))
+    return f"a fault of qconvert, please report it: {type(error).__name__}: {error} (at {where})"
 
 
 def parse_pairs(items: tuple[str, ...], option: str) -> tuple[tuple[str, str], ...]:

@@ -177,7 +177,7 @@ class Executor:
             ),
             default=1,
         )
-        self.jobs = max(1, min(self.jobs, self.memory // (largest * BYTES_PER_ELEMENT)))
+        self.jobs = max(1, min(self.jobs, self.memory // (max(largest, 1) * BYTES_PER_ELEMENT)))
 
     def _skip(self, key: str, nbytes: int) -> Record | None:
         """The record of a piece that an earlier run finished."""

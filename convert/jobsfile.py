@@ -45,6 +45,7 @@ _CHOICES = {
     "component": ("diffusion", "text_encoder", "vae"),
 }
 _LISTS = ("keep", "rename", "assume")
+_MAX_BYTES = 1_000_000
 _OWN = ("source", "target", "output")
 
 
@@ -55,11 +56,15 @@ def read_jobs(path: Path, overrides: Mapping[str, Any]) -> list[Request]:
     key, target or option, a pattern that matches nothing, two jobs that write one file.
     """
     try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise UsageError("is too large for a list of jobs", file=str(path))
         document = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror or error}", file=str(path)) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"is not valid TOML: {error}", file=str(path)) from None
+    except RecursionError:
+        raise UsageError("is not valid TOML: nested too deeply", file=str(path)) from None
     unknown = sorted(set(document) - {"job", "options", "output"})
     entries = document.get("job")
     if unknown:

@@ -18,6 +18,10 @@ from qconvert.formats.errors import QConvertError, TransferError, UsageError
 _SLACK_BYTES = 1 << 20
 
 
+#: Said where a part of the output is kept.
+RESUME = "the same command with --resume continues"
+
+
 def refuse_same_file(sources: list[Path], target: Path) -> None:
     """Raise UsageError when the target is one of the sources: same path, hard link, or symbolic link to it."""
     for source in sources:
@@ -252,3 +256,7 @@ class OutputFile:
                 not issubclass(kind, Exception) or issubclass(kind, TransferError)
             )
             self._discard(keep=passing)
+            if passing and isinstance(value, TransferError):
+                value.hint = value.hint or RESUME
+            elif passing and value is not None:
+                value.add_note(RESUME)

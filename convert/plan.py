@@ -312,6 +312,8 @@ class _Planner:
         codec = get_codec(name)
         if layer.experts:
             return "a bank of experts"
+        if not (layer.n and layer.k):
+            return "holds no values"
         if layer.ndim != 2:
             if layer.codec is codec and target.runtime == "comfyui":
                 for options in maker(layer, self._wishes(layer)):

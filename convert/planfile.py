@@ -27,7 +27,7 @@ from qconvert.runtime.contracts.base import Contract
 from qconvert.runtime.targets import Target, get_target
 
 VERSION = 1
-_MAX_BYTES = 64_000_000
+_MAX_BYTES = 32_000_000
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any, Literal
 
 import click
+from qconvert.convert.terminal import harmless
 from qconvert.convert.text import table
 
 Volume = Literal["quiet", "normal", "verbose"]
@@ -110,11 +111,6 @@ def _terminal() -> bool:
 def _coloured() -> bool:
     """Whether colours are wanted: a terminal, and neither NO_COLOR nor a terminal without any."""
     return _terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def harmless(text: str) -> str:
-    """The text with characters that a terminal would act on written as escapes."""
-    return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text)
 
 
 def _stream() -> Any:

@@ -31,7 +31,8 @@ class AwqW4A16(Codec):
         zeros = group.tensors.get("weight_zeros")
         if weight is None or weight.dtype not in ("I8", "U8") or len(weight.shape) != 2:
             return "weight is not packed 4-bit"
-        if scale is None or zeros is None or scale.dtype not in FLOATS or scale.shape != zeros.shape:
+        floating = scale is not None and zeros is not None and {scale.dtype, zeros.dtype} <= FLOATS
+        if scale is None or zeros is None or not floating or scale.shape != zeros.shape:
             return "no float weight_scale and weight_zeros of one shape"
         n, k = weight.shape[0], weight.shape[1] * 2
         if len(scale.shape) != 2 or scale.shape[1] != n or not scale.shape[0] or k % scale.shape[0]:

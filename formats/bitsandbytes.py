@@ -60,6 +60,8 @@ class Bnb4(Codec):
         owned = {"weight", "weight.absmax", "weight.quant_map", states[0]}
         nested, offset = 0, 0.0
         if "nested_blocksize" in state or absmax.dtype == "U8":
+            if not {"nested_blocksize", "nested_offset"} <= set(state):
+                return f"absmax is {absmax}, and {states[0]} does not say how it is nested"
             nested, offset = int(state["nested_blocksize"]), float(state["nested_offset"])
             nests = group.tensors.get("weight.nested_absmax")
             if nests is None or not group.has("weight.nested_quant_map"):

@@ -22,7 +22,9 @@ from qconvert.formats.tensors import HeaderView, Spec, TensorSpec
 MARKER_SUFFIX = ".comfy_quant"
 #: A marker is a few hundred bytes of JSON; anything longer is not one.
 MAX_MARKER_BYTES = 65536
-MAX_JSON_BYTES = 64_000_000
+#: Of an index, which names every tensor; and of a configuration.
+MAX_JSON_BYTES = 32_000_000
+MAX_CONFIG_BYTES = 8_000_000
 
 
 class Checkpoint:
@@ -211,10 +213,13 @@ def _storage_shape(tensor: TensorSpec) -> tuple[int, ...]:
     return tensor.shape
 
 
-def _read_json(path: Place) -> dict[str, Any]:
+def _read_json(path: Place, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise QConvertError("JSON file is too large", file=str(path))
+        size = path.stat().st_size
+        if size > limit:
+            raise QConvertError(
+                "JSON file is too large", file=str(path), found=f"{size} bytes", expected=f"at most {limit}"
+            )
         document = strict_json(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise QConvertError(f"is not valid JSON: {error}", file=str(path)) from None
@@ -246,7 +251,7 @@ def _read_config(folder: Place) -> dict[str, Any]:
 
 def _indexed_files(index: Place) -> list[Place]:
     folder = index.parent
-    document = _read_json(index)
+    document = _read_json(index, MAX_JSON_BYTES)
     mapping = document.get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise QConvertError("index has no weight_map", file=str(index))
@@ -265,16 +270,40 @@ def _indexed_files(index: Place) -> list[Place]:
                 "index names a file outside its folder", file=str(index), found=repr(name)[:80]
             )
         path = folder / name
-        if not path.is_file():
+        if not _is_there(path):
             raise QConvertError(
                 "index names a shard that is not there",
                 file=str(index),
-                found=name,
+                found=name[:80],
                 hint="put all shards beside their index",
+            )
+        if not _leads_here(path):
+            raise QConvertError(
+                "index names a link that leaves its folder",
+                file=str(index),
+                found=name[:80],
+                hint="put the file itself beside the index",
             )
         files.append(path)
     _compare_index(index, mapping, files)
     return files
+
+
+def _leads_here(path: Place) -> bool:
+    """Whether a shard lies in its index's folder, links followed; or in the Hub's cache, which links to its blobs."""
+    if not isinstance(path, Path) or not path.is_symlink():
+        return True
+    folder, real = path.parent.resolve(), path.resolve()
+    blobs = folder.parent.parent / "blobs"
+    return real.parent == folder or (folder.parent.name == "snapshots" and real.parent == blobs)
+
+
+def _is_there(path: Place) -> bool:
+    """False also for names that the system cannot have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _compare_index(index: Place, mapping: Mapping[str, str], files: list[Place]) -> None:

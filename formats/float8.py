@@ -25,7 +25,7 @@ from qconvert.formats.base import (
     is_row,
     is_scalar,
 )
-from qconvert.formats.dtypes import FP8
+from qconvert.formats.dtypes import FLOATS, FP8
 from qconvert.formats.finding import Finding
 from qconvert.formats.quant_config import QuantConfig, quant_config, scheme_weights
 from qconvert.formats.tensors import Spec
@@ -37,6 +37,8 @@ _MARKERS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", ROWWISE: "F8_E
 #: Configurations under which fp8 weights carry their scales as recognised here.
 _WRITERS = frozenset({"compressed-tensors", "modelopt", "fp8", "bfl"})
 _BLOCK = 128
+#: DeepSeek's newer blocks have scales that are powers of two.
+SCALE_DTYPES = FLOATS | {"F8_E8M0"}
 _SCALES = ("weight_scale", "scale_weight", "weight_scale_inv")
 #: What stands beside packed weights: bytes there are no fp8 codes, whatever a marker says.
 _FOREIGN = ("weight_scale_2", "weight_s_rel", "weight_s_channel", "weight_zeros", "weight_proj_down")
@@ -91,6 +93,8 @@ class Float8(Codec):
         if source is not None:
             stated = _stated_block(said, group.prefix)
             got = self._scale(group.tensors[source], n, k, experts, stated)
+            if group.tensors[source].dtype not in SCALE_DTYPES:
+                return f"{source} {group.tensors[source]} holds no scales"
             if got is None:
                 return f"{source} {group.tensors[source]} is not one value, one a row or one a block of [{n}, {k}]"
             options.update(scale=got[0], source=source)

@@ -22,6 +22,10 @@ from qconvert.formats.tensors import Spec, TensorSpec
 #: The reference implementation's own cap.
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMS = 64
+#: Tensors of one file: what takes seconds and 200 MB to read. Files of trillions of weights have a third of it.
+MAX_TENSORS = 200_000
+#: Levels of JSON beside headers. Real configurations have six.
+MAX_DEPTH = 64
 _MAX_COUNT = 2**63
 #: First bytes (in lower case) of files that are taken for safetensors, what they are, and what to do.
 _OTHER_KINDS = (
@@ -75,10 +79,10 @@ def _integer(text: str) -> int | float:
     return -0.0 if text == "-0" else int(text)
 
 
-def strict_json(text: str) -> Any:
+def strict_json(text: str, depth: int | None = MAX_DEPTH) -> Any:
     """JSON with duplicate keys, NaN, Infinity and half surrogate pairs refused.
 
-    Raises ValueError, also for deep nesting.
+    Raises ValueError, also for more than `depth` levels; None: where the caller's checks allow no nesting anyway.
     """
     try:
         document = json.loads(
@@ -92,7 +96,33 @@ def strict_json(text: str) -> Any:
             _refuse_surrogates(document)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    if depth is not None and text.count("[") + text.count("{") > depth and _deeper(document, depth):
+        raise ValueError(f"nested deeper than {depth} levels")
     return document
+
+
+def _deeper(document: Any, depth: int) -> bool:
+    level = [document]
+    for _ in range(depth):
+        inner = (
+            value.values() if isinstance(value, dict) else value
+            for value in level
+            if isinstance(value, dict | list)
+        )
+        level = [item for values in inner for item in values if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _refuse_bombs(raw: bytes, name: str) -> None:
+    """Raise for a header whose values would take many times its own size; counting is cheap."""
+    tensors = raw.count(b'"data_offsets"')
+    if tensors > MAX_TENSORS:
+        _fail(name, "header names too many tensors", found=str(tensors), expected=f"at most {MAX_TENSORS}")
+    values = max(raw.count(b"{") + raw.count(b"["), raw.count(b","))
+    if values > len(raw) // 6 + 1000:
+        _fail(name, "not a header of tensors", found=f"{values} values in {len(raw)} bytes")
 
 
 def _refuse_surrogates(value: Any) -> None:
@@ -155,8 +185,9 @@ def parse_header(raw: bytes, file_size: int, name: str, index: int = 0) -> Heade
         _fail(name, "header is not UTF-8")
     if not text.startswith("{"):
         _fail(name, "not a safetensors file: the header does not start with '{'")
+    _refuse_bombs(raw, name)
     try:
-        document = strict_json(text)
+        document = strict_json(text, None)
     except ValueError as error:
         _fail(name, f"header is not valid JSON: {error}")
     if not isinstance(document, dict):

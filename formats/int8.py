@@ -23,6 +23,7 @@ from qconvert.formats.base import (
     is_row,
     is_scalar,
 )
+from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.finding import Finding
 from qconvert.formats.quant_config import quant_config
 from qconvert.formats.rotation import USUAL_GROUPS, choose_group, marker_rotation
@@ -51,8 +52,8 @@ class Int8(Codec):
         scale = group.tensors.get(source)
         if weight is None or weight.dtype != "I8" or len(weight.shape) < 2:
             return "weight is not int8"
-        if scale is None:
-            return "int8 without weight_scale"
+        if scale is None or scale.dtype not in FLOATS:
+            return "int8 without a floating weight_scale"
         experts = weight.shape[0] if len(weight.shape) == 3 else 0
         shape = weight.shape[1:] if experts else weight.shape
         n, k = shape[0], int(np.prod(shape[1:], dtype=np.int64))

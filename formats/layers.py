@@ -33,6 +33,12 @@ PLAIN_MARKERS = frozenset({"bf16", "fp16", "fp32"})
 #: Weights of these types cannot be plain values.
 QUANTISED_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "F4"}) | frozenset(BLOCKS)
 
+#: Types that no format keeps scales in, and what the tensors are called that hold such numbers.
+NO_SCALES = frozenset({"BOOL", "C64", "I16", "U16", "I32", "U32", "I64", "U64"})
+_SCALE_NAMES = (
+    "scale", "_s_rel", "_s_channel", "correction", "codebook", "absmax", "quant_map", "proj", "smooth", "SCB",
+)  # fmt: skip
+
 
 @dataclass
 class Layer:
@@ -318,7 +324,7 @@ def _recognise(
         if plain:
             reasons.append(f"marked {marker['format']} but the weight is {group.tensors['weight'].dtype}")
             continue
-        got = named.recognise(group, marker)
+        got = _claim(named, group, marker)
         if isinstance(got, str):
             reasons.append(f"marked {marker['format']}, but {got}")
         else:
@@ -338,7 +344,7 @@ def _recognise(
         findings.extend(got.findings)
         return _layer(group.prefix, got, tensors, findings, marker)
     for candidate in CODECS:
-        got = candidate.recognise(group, None)
+        got = _claim(candidate, group, None)
         if isinstance(got, str):
             if any(anchor in group.tensors for anchor in candidate.anchors) and candidate.name != "plain":
                 reasons.append(f"{candidate.name}: {got}")
@@ -371,6 +377,20 @@ def _alone(tensors: Mapping[str, TensorSpec]) -> bool:
     """Whether a weight of floats stands alone: no format keeps codes in floats without scales, so none is asked."""
     weight = tensors.get("weight")
     return weight is not None and weight.dtype in FLOATS and tensors.keys() <= {"weight", "bias"}
+
+
+def _claim(candidate: Codec, group: Group, marker: Mapping[str, Any] | None) -> Recognition | str:
+    """What a codec makes of a layer; refused where a scale is of a type that holds no scale, or no weight is there."""
+    got = candidate.recognise(group, marker)
+    if isinstance(got, str) or candidate.name == "plain":
+        return got
+    if not (got.n and got.k):
+        return f"a quantised weight of no elements, [{got.n}, {got.k}]"
+    for suffix in sorted(got.owned):
+        spec = group.tensors.get(suffix)
+        if spec is not None and spec.dtype in NO_SCALES and any(word in suffix for word in _SCALE_NAMES):
+            return f"{suffix} {spec} holds no scales"
+    return got
 
 
 def _nearest_reasons(reasons: list[str], group: Group) -> str:

@@ -27,6 +27,7 @@ from qconvert.formats.base import (
     stored_k,
     up,
 )
+from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.finding import Finding
 from qconvert.formats.rotation import marker_rotation
 from qconvert.formats.tensors import Spec
@@ -56,8 +57,13 @@ class Nvfp4(Codec):
         experts = weight.shape[0] if len(weight.shape) == 3 else 0
         shape, scale_shape = (weight.shape[1:], scale.shape[1:]) if experts else (weight.shape, scale.shape)
         n, k = shape[0], shape[1] * (1 if weight.dtype == "F4" else 2)
-        if not is_scalar(total.shape[1:] if experts else total.shape):
+        shared = is_scalar(total.shape) and not (
+            experts and len(total.shape) == 1 and total.shape[0] != experts
+        )
+        if not shared and not (experts and total.shape[:1] == (experts,) and is_scalar(total.shape[1:])):
             return f"weight_scale_2 {total} is not one value"
+        if total.dtype not in FLOATS:
+            return f"weight_scale_2 {total} is not floating"
         findings: list[Finding] = []
         if k % 16:
             return f"K = {k} is not a multiple of 16"

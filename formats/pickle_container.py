@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
@@ -77,7 +78,7 @@ def _directory(path: Place) -> list[tuple[int, int]]:
         with path.open("rb") as handle, zipfile.ZipFile(handle) as archive:
             entries = archive.infolist()
             order = [archive.read(entry) for entry in entries if entry.filename.endswith("/byteorder")]
-    except (zipfile.BadZipFile, OSError, NotImplementedError):
+    except (zipfile.BadZipFile, OSError, NotImplementedError, ValueError, EOFError, RuntimeError, zlib.error):
         raise HeaderError(
             "is a pickle without a zip archive (torch before 1.6), or no torch file at all",
             file=str(path),

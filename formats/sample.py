@@ -48,7 +48,13 @@ def _e5m2() -> F32:
     return table
 
 
-E4M3, E5M2 = _e4m3(), _e5m2()
+def _e8m0() -> NDArray[np.float32]:
+    out = np.ldexp(np.float64(1), np.arange(256) - 127)
+    out[255] = np.nan
+    return out.astype(np.float32)
+
+
+E4M3, E5M2, E8M0 = _e4m3(), _e5m2(), _e8m0()
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 #: Squares of the two 4-bit floats in a byte.
 HIGH_SQUARED = _E2M1[(np.arange(256) >> 4) & 7] ** 2
@@ -64,6 +70,8 @@ def floats(raw: Array, dtype: str) -> F32:
     if dtype in ("F16", "F32", "F64", "I8"):
         with np.errstate(over="ignore"):
             return raw.astype(np.float32)
+    if dtype == "F8_E8M0":
+        return E8M0[raw.view(np.uint8)]
     raise KeyError(dtype)
 
 

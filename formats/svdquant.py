@@ -37,14 +37,18 @@ class SvdQuant(Codec):
         if weight.dtype not in ("I8", "U8"):
             return "weight is not packed 4-bit"
         tiled = len(weight.shape) == 4
+        if not tiled and len(weight.shape) != 2:
+            return f"weight {weight} is neither 2-D nor in tiles"
         if tiled:
             n, k = weight.shape[0] * 128, weight.shape[1] * GROUP
             fits = weight.shape[2:] == (32, 128) and scale.shape == (n // 128, k // GROUP, 128)
             fits = fits and up.shape[:1] == (n // 128,) and up.shape[2:] == (128,)
         else:
             n, k = weight.shape[0], weight.shape[-1] * 2
-            fits = len(weight.shape) == 2 and scale.shape == (k // GROUP, n) and up.shape[:1] == (n,)
-        if not fits or down.shape[:1] != (k,) or group.tensors["weight_smooth_factor"].shape != (k,):
+            fits = scale.shape == (k // GROUP, n) and up.shape[:1] == (n,)
+        rank = up.shape[1:2]
+        fits = fits and rank != (0,) and down.shape == (k, *rank) and len(up.shape) == (3 if tiled else 2)
+        if not fits or group.tensors["weight_smooth_factor"].shape != (k,):
             return (
                 f"weight {weight}, weight_scale {scale}, proj_up {up}, proj_down {down} do not fit each other"
             )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
 from qconvert.formats.base import F32, Codec, Options, Stored
+from qconvert.formats.dtypes import FLOATS
+from qconvert.formats.errors import QConvertError
 from qconvert.formats.layers import Layer
 from qconvert.formats.reader import LayerReader
 from qconvert.kernels.api import Backend
@@ -47,5 +50,13 @@ def input_factor(layer: Layer, reader: LayerReader, backend: Backend) -> F32 | N
     """pre_quant_scale [K] in float32, None where the layer has none."""
     if "pre_quant_scale" not in layer.tensors:
         return None
+    spec = layer.tensors["pre_quant_scale"]
+    if spec.dtype not in FLOATS or prod(spec.shape) != layer.k:
+        raise QConvertError(
+            "pre_quant_scale does not fit the layer",
+            layer=layer.prefix,
+            found=str(spec.spec),
+            expected=f"floating [{layer.k}]",
+        )
     raw: Any = reader.whole("pre_quant_scale")
     return np.ascontiguousarray(backend.to_f32(raw, reader.dtype("pre_quant_scale")).reshape(-1))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from qconvert.formats.base import F32, Array, Codec, Codes, Group, Options, Part, Recognition, Stored, is_row
+from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.finding import Finding
 from qconvert.formats.rotation import DEFAULT_GROUP, is_group
 from qconvert.formats.tensors import Spec
@@ -29,8 +30,8 @@ class ConvRotW4A4(Codec):
             return "weight is not packed 4-bit"
         experts = weight.shape[0] if len(weight.shape) == 3 else 0
         n, k = weight.shape[-2], weight.shape[-1] * 2
-        if scale is None:
-            return "no row scale (weight_scale)"
+        if scale is None or scale.dtype not in FLOATS:
+            return "no floating row scale (weight_scale)"
         scale_shape = scale.shape[1:] if experts else scale.shape
         if not is_row(scale_shape, n):
             return f"weight_scale {scale} is not one value a row of [{n}, {k}]"

@@ -23,6 +23,7 @@ from qconvert.formats.base import (
     Statistic,
     Stored,
 )
+from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.finding import Finding
 from qconvert.formats.rotation import DEFAULT_GROUP, marker_rotation
 from qconvert.formats.tensors import Spec
@@ -30,6 +31,8 @@ from qconvert.kernels.api import Backend, Quality
 
 DEFAULT_G = 16
 #: Names seen in files for the symmetric form; none of them has a loader in any runtime.
+#: Types of group scales.
+_RELATIVE = FLOATS | {"F8_E4M3", "U8"}
 SYMMETRIC = ("sym_w4a8_int8", "sym_w4a8", "w4a8_int8_sym")
 
 
@@ -58,10 +61,12 @@ class W4A8(Codec):
             rel = group.tensors.get(source)
         if weight is None or weight.dtype not in ("I8", "U8") or len(weight.shape) not in (2, 3):
             return "weight is not packed 4-bit"
-        if rel is None or len(rel.shape) != len(weight.shape):
+        if rel is None or len(rel.shape) != len(weight.shape) or rel.dtype not in _RELATIVE:
             return f"no group scales ({source})"
         if channel is None and not signed:
             return "no channel scale (weight_s_channel)"
+        if channel is not None and channel.dtype not in FLOATS:
+            return f"weight_s_channel {channel} is not floating"
         experts = weight.shape[0] if len(weight.shape) == 3 else 0
         n, width = weight.shape[-2:]
         groups = rel.shape[-1]
@@ -74,9 +79,14 @@ class W4A8(Codec):
             return f"weight_s_channel {channel} is not one value a row of [{n}, {k}]"
         findings: list[Finding] = []
         owned = {"weight", source} | ({"weight_s_channel"} if channel is not None else set())
-        for suffix in ("weight_codebook", "weight_correction"):
-            if suffix in group.tensors and not signed:
-                owned.add(suffix)
+        for suffix, shape in (("weight_codebook", (16,)), ("weight_correction", (groups, n))):
+            extra = group.tensors.get(suffix)
+            if extra is None or signed:
+                continue
+            allowed = (shape, (experts, *shape)) if experts else (shape,)
+            if extra.dtype not in FLOATS or extra.shape not in allowed:
+                return f"{suffix} {extra} is not floating {list(shape)}"
+            owned.add(suffix)
         if stated not in (None, g):
             findings.append(
                 Finding(

@@ -8,6 +8,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from qconvert.formats.base import is_scalar
+from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.layers import Layer
 from qconvert.runtime.sidecars import HeaderMaker, OutputForm, SidecarMaker, with_quantization
 from qconvert.runtime.target import OptionMaker, Options, Runtime, Target, Wishes
@@ -20,7 +22,10 @@ ROWWISE = "rowwise-float8_e4m3fn"
 def carries_activation(layer: Layer, family: str) -> bool:
     """Whether the layer has a static activation scale that its codes may take along."""
     codec = layer.codec
-    present = any(suffix in layer.tensors for suffix in codec.activation_scales)
+    # ComfyUI's legacy name is no part of the codes; it stays a tensor beside the weight.
+    names = [suffix for suffix in codec.activation_scales if suffix != "scale_input"]
+    found = [layer.tensors[suffix] for suffix in names if suffix in layer.tensors]
+    present = any(is_scalar(tensor.shape) and tensor.dtype in FLOATS for tensor in found)
     own = codec.family == family and codec.activation_moves
     return present and own and "pre_quant_scale" not in layer.tensors
 

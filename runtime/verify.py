@@ -24,10 +24,11 @@ PROBES = 8
 
 
 def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal/noise); inf when there is no error, also for 0/0."""
+    """10 log10(signal/noise); inf when there is no error, also for 0/0; -inf where it is all error, or no number."""
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    ratio = signal / noise
+    return 10 * math.log10(ratio) if ratio > 0 else -math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class FastVideo(OtherContract):
                     "refuse", "activation-scheme", message, None, str(document.get("activation_scheme"))
                 )
             )
-        if list(document.get("weight_block_size") or [_TILE, _TILE]) != [_TILE, _TILE]:
+        if (document.get("weight_block_size") or [_TILE, _TILE]) != [_TILE, _TILE]:
             message = "weight_block_size must be [128, 128]"
             violations.append(
                 Violation("refuse", "block-size", message, None, str(document["weight_block_size"]))

@@ -94,7 +94,8 @@ class SglangAutoRound(OtherContract):
             return LayerVerdict(prefix, kind, None, "GPTQMarlinLinearMethod", tuple(found))
         found = list(_form(prefix, bits, group, symmetric))
         found += list(_tensors(prefix, specs, packed, bits, group))
-        n, k = packed.shape[-1], packed.shape[0] * 32 // bits if bits else 0
+        flat = len(packed.shape) != 2 or not bits
+        n, k = (0, 0) if flat else (packed.shape[1], packed.shape[0] * 32 // bits)
         for violation in self.planned(CONFIG, kind, n, k):
             found.append(
                 Violation(

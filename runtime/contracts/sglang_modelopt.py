@@ -89,7 +89,8 @@ class SglangModelOpt(OtherContract):
     def _layers(
         self, view: HeaderView, config: str, said: QuantConfig, violations: list[Violation]
     ) -> Verdict:
-        ignore = [str(pattern) for pattern in _flat(said).get("ignore") or []]
+        listed = _flat(said).get("ignore")
+        ignore = [str(pattern) for pattern in listed] if isinstance(listed, list) else []
         layers = []
         for prefix, specs in scaled_layers(view, "weight_scale", "weight_scale_2").items():
             rules = _nvfp4 if config == _FP4 else _fp8
@@ -155,7 +156,7 @@ def _header_list(view: HeaderView) -> Mapping[str, Any] | None:
     if not isinstance(document, dict) or not isinstance(document.get("layers"), dict):
         return None
     entries = document["layers"].values()
-    formats = {entry.get("format") if isinstance(entry, dict) else entry for entry in entries}
+    formats = [entry.get("format") if isinstance(entry, dict) else entry for entry in entries]
     configs = document.get("quant_configs")
     return document if ROWWISE in formats or (isinstance(configs, dict) and ROWWISE in configs) else None
 

@@ -223,8 +223,11 @@ BAD: dict[str, tuple[bytes, str]] = {
     "NaN": (file_bytes(b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,0]}}', 0), "NaN is not JSON"),
     "Infinity": (file_bytes(b'{"a":Infinity}', 0), "Infinity is not JSON"),
     "endless number": (file_bytes(b'{"a":' + b"9" * 100_000 + b"}", 0), "not valid JSON"),
-    "nesting bomb": (file_bytes(b'{"a":' * 200_000, 0), "nested too deeply"),
-    "list bomb": (file_bytes(b'{"a":' + b"[" * 200_000, 0), "nested too deeply"),
+    "nesting bomb": (file_bytes(b'{"a":' * 200_000, 0), "not a header of tensors"),
+    "list bomb": (file_bytes(b'{"a":' + b"[" * 200_000, 0), "not a header of tensors"),
+    "padded nesting bomb": (file_bytes(b'{"a":       ' * 20_000, 0), "nested too deeply"),
+    "list of little": (file_bytes(b'{"a":[' + b"0," * 200_000 + b"0]}", 0), "not a header of tensors"),
+    "a million tensors": (file_bytes(b'{' + b'"data_offsets":0,      ' * 200_001 + b'"a":1}', 0), "too many tensors"),
     "metadata of numbers": (file_bytes({"__metadata__": {"a": 1}}, 0), "map of strings"),
     "metadata nested": (file_bytes({"__metadata__": {"a": {"b": "c"}}}, 0), "map of strings"),
     "metadata a list": (file_bytes({"__metadata__": ["a"]}, 0), "map of strings"),
@@ -298,3 +301,14 @@ def test_offsets_are_absolute_and_in_payload_order() -> None:
 def test_strict_json_raises_value_errors(text: str) -> None:
     with pytest.raises(ValueError):
         strict_json(text)
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
+def test_strict_json_has_a_depth(opening: str, closing: str) -> None:
+    levels = 64 // len(closing)
+    fits = opening * levels + "1" + closing * levels
+    assert strict_json(fits) == json.loads(fits)
+    for more in (1, 100, 100_000):
+        with pytest.raises(ValueError, match="nested"):
+            strict_json(opening * (levels + more) + "1" + closing * (levels + more))
+    assert strict_json("[" + "[1]," * 1000 + "[1]]")

@@ -1,0 +1,59 @@
+"""A bounded share of what scripts/fuzz does: hostile inputs of every kind, and every tensor of every format spoiled."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+if not sys.platform.startswith("linux"):
+    pytest.skip("measured by /proc", allow_module_level=True)
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+if str(SCRIPTS) not in sys.path:
+    sys.path.append(str(SCRIPTS))
+seeds_module: Any = importlib.import_module("fuzz_seeds")
+mutations: Any = importlib.import_module("fuzz_mutations")
+harness: Any = importlib.import_module("fuzz_harness")
+
+Box, Seed, Case = seeds_module.Box, seeds_module.Seed, mutations.Case
+#: Formats whose layers have unlike tensors; the script has them all.
+FORMATS = (
+    "bf16", "fp32", "fp8", "fp8_row", "fp8_block", "fp8_legacy_full", "fp8_input_scale", "e5m2_cast", "nvfp4",
+    "nvfp4_pre", "mxfp8", "int8_row", "int8_convrot64", "w4a4", "w4a8", "w4a8_correction", "w4a8_6bit", "sym_g32",
+    "awq", "svdquant", "svdquant_tiled", "bank_fp8", "bank_nvfp4", "bank_int8", "conv_int8",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def all_seeds() -> Any:
+    return seeds_module.Seeds.make(
+        FORMATS, ("comfy_nvfp4", "auto_gptq", "modelopt_fp8", "gguf:q8_0", "gguf:q4_k")
+    )
+
+
+@pytest.mark.parametrize("kind", [kind.__name__ for kind in mutations.KINDS])
+def test_hostile_inputs_end_in_one_line(kind: str, all_seeds: Any, tmp_path: Path) -> None:
+    """No traceback, no hang, no memory, nothing left behind, and no header that the safetensors library refuses."""
+    make = getattr(mutations, kind)
+    share = mutations.KINDS[make]
+
+    # The same cases every time: what is new is for the script to find, not for somebody else's change.
+    @settings(
+        max_examples=8 * share, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
+    @given(st.randoms(use_true_random=False))
+    def run(chance: Random) -> None:
+        case = make(chance, all_seeds)
+        report = harness.run_case(case, tmp_path / "case")
+        assert not report.faults, (report, case.arguments)
+
+    run()
