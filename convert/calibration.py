@@ -74,6 +74,10 @@ class Calibration:
                 expected=f"[S, {k}]" if inputs else f"[{k}] or [{k}, {k}]",
             )
 
+    def full(self, layer: str) -> bool:
+        """Whether more than the diagonal of a layer's moments is known."""
+        return len(self.file.tensors[self.layers[layer]].shape) == 2
+
     def moments(self, layer: str, k: int, backend: Backend) -> F32:
         """[K] or [K, K] in float32. Raises QConvertError when the tensor does not fit or is not finite."""
         self.check_shape(layer, k)
@@ -159,7 +163,7 @@ def calibrated_layers(calibration: Calibration, plan: Plan) -> dict[str, str]:
             continue
         any_named = True
         encoded = action.kind in ("quantise", "requantise") and not layer.experts
-        if encoded and calibrates(action.codec, action.options):
+        if encoded and calibrates(action.codec, calibration.full(name)):
             found[layer.prefix] = name
     if not any_named:
         raise UsageError(

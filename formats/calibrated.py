@@ -1,8 +1,8 @@
 """Encoding a layer whose inputs are known: scales that weigh columns by them, and GPTQ-style sequential rounding.
 
-One function a format, each with the format's own scales: nvfp4's block scales are searched when the rounding reaches
-the block (on what the columns before it left of it), row scales of w4a4 and int8 and the group scales of w4a8 are
-fixed beforehand. Formats without an entry are encoded as without calibration.
+One function a format, each with the format's own scales: the block scales of nvfp4 and mxfp8 are chosen when the
+rounding reaches the block (on what the columns before it left of it); row scales of w4a4, int8 and fp8 and the group
+scales of w4a8 are fixed beforehand. Formats without an entry are encoded as without calibration.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from qconvert.formats.base import F32, Codec, Codes, Options
-from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.api import U8, Backend, Quality
 from qconvert.kernels.gptq import gptq_factor, gptq_round
-from qconvert.kernels.layout import pack_nibbles, unpack_nibbles
-from qconvert.kernels.weighted import E4M3, encode_e2m1, nvfp4_scale, round_e2m1, row_scale, unit_mean
+from qconvert.kernels.layout import pack_nibbles, pack_six_bits
+from qconvert.kernels.search import NVFP4_OFFSETS
+from qconvert.kernels.weighted import nvfp4_scales, row_scale, unit_mean
+
+#: Magnitudes of the E2M1 codes 0..7.
+_E2M1: F32 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,9 @@ class Moments:
         return cls(unit_mean(np.maximum(np.diag(moments), 0)), gptq_factor(moments))
 
 
-def calibrates(codec: Codec, options: Options) -> bool:
-    """Whether what is known of the inputs changes how this format is encoded."""
-    return codec.name in _ENCODERS and (codec.name != "w4a8" or options["bits"] == 4)
+def calibrates(codec: Codec, full: bool) -> bool:
+    """Whether what is known of the inputs ([K, K] when `full`, else [K]) changes how this format is encoded."""
+    return codec.name in (_ENCODERS if full else _BY_DIAGONAL)
 
 
 def encode_calibrated(
@@ -70,56 +75,61 @@ def _nvfp4(
     codec: Codec, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality, m: Moments
 ) -> Codes:
     t = np.float32(common["tensor_scale"])
+    offsets = np.array(NVFP4_OFFSETS, np.int32)
     scales = np.zeros((x.shape[0], x.shape[1] // 16), np.uint8)
-    levels = np.zeros_like(x)
-
-    def choose(block: int, values: F32) -> None:
-        scales[:, block] = nvfp4_scale(values, m.diagonal[16 * block : 16 * block + 16], t)
-
-    def rounded(column: int, values: F32) -> F32:
-        total = t * E4M3[scales[:, column // 16]]
-        u = np.divide(values, total, out=np.zeros_like(values), where=total != 0)
-        levels[:, column] = round_e2m1(u)
-        value: F32 = levels[:, column] * total
-        return value
-
-    def sequential(column: int, window: F32) -> F32:
-        if column % 16 == 0:
-            choose(column // 16, np.ascontiguousarray(window[:16].T))
-        return rounded(column, window[0])
-
-    if m.factor is not None:
-        gptq_round(x, m.factor, sequential)
-    else:
-        for block in range(scales.shape[1]):
-            choose(block, x[:, 16 * block : 16 * block + 16])
-        total = t * np.repeat(E4M3[scales], 16, axis=1)
-        levels = round_e2m1(np.divide(x, total, out=np.zeros_like(x), where=total != 0))
-    packed = pack_nibbles(encode_e2m1(levels), high_first=True)
-    return {"q": packed, "block_scale": scales, "tensor_scale": common["tensor_scale"]}
-
-
-def _uniform_levels(x: F32, scale: F32, levels: int, m: Moments) -> F32:
-    """Integers -levels..levels [R, K] under a scale a row [R]."""
+    codes = np.zeros(x.shape, np.uint8)
     if m.factor is None:
-        nearest: F32 = np.clip(np.rint(x / scale[:, None]), -levels, levels)
-        return nearest
-    out = np.empty_like(x)
+        scales = nvfp4_scales(x, m.diagonal, t)
+        values = t * np.repeat(backend.to_f32(scales, "F8_E4M3"), 16, axis=1)
+        codes = _nearest_e2m1(np.divide(x, values, out=np.zeros_like(x), where=values != 0))
+    else:
+        kernels = _kernels()
 
-    def rounded(column: int, window: F32) -> F32:
-        out[:, column] = np.clip(np.rint(window[0] / scale), -levels, levels)
-        value: F32 = out[:, column] * scale
-        return value
+        def block(a: int, w: F32, u: F32) -> None:
+            run = slice(a // 16, (a + w.shape[1]) // 16)
+            s, q = np.empty((len(w), w.shape[1] // 16), np.uint8), np.empty(w.shape, np.uint8)
+            kernels.nvfp4(w, u, m.diagonal[a : a + w.shape[1]], t, offsets, s, q)
+            scales[:, run], codes[:, a : a + w.shape[1]] = s, q
 
-    gptq_round(x, m.factor, rounded)
-    return out
+        gptq_round(x, m.factor, block)
+    return {
+        "q": pack_nibbles(codes, high_first=True),
+        "block_scale": scales,
+        "tensor_scale": common["tensor_scale"],
+    }
+
+
+def _nearest_e2m1(x: F32) -> U8:
+    """Codes 0..15 of the nearest E2M1 values, ties to the even code, saturating."""
+    y = np.minimum(np.abs(x), np.float32(6))
+    magic = np.where(y < 2, 6291456.0, np.where(y < 4, 12582912.0, 25165824.0)).astype(np.float32)
+    code = np.searchsorted(_E2M1, (y + magic) - magic).astype(np.uint8)
+    signed: U8 = code | (np.signbit(x).astype(np.uint8) << np.uint8(3))
+    return signed
+
+
+def _uniform_codes(x: F32, scale: F32, levels: int, m: Moments) -> NDArray[np.int8]:
+    """Integers -levels..levels [R, K] under a scale a row [R]."""
+    codes = np.empty(x.shape, np.int8)
+    if m.factor is None:
+        codes[:] = np.clip(np.rint(x / scale[:, None]), -levels, levels)
+        return codes
+    kernels = _kernels()
+
+    def block(a: int, w: F32, u: F32) -> None:
+        q = np.empty(w.shape, np.int8)
+        kernels.uniform(w, u, scale, np.float32(levels), q)
+        codes[:, a : a + w.shape[1]] = q
+
+    gptq_round(x, m.factor, block)
+    return codes
 
 
 def _w4a4(
     codec: Codec, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality, m: Moments
 ) -> Codes:
     scale = row_scale(x, m.diagonal, 7)
-    q = _uniform_levels(x, scale, 7, m).astype(np.int8).view(np.uint8) & np.uint8(15)
+    q = _uniform_codes(x, scale, 7, m).view(np.uint8) & np.uint8(15)
     return {"q": pack_nibbles(q, high_first=False), "scale": scale}
 
 
@@ -131,7 +141,7 @@ def _int8(
         rows = np.full(x.shape[0], scale, np.float32)
     else:
         scale = rows = row_scale(x, m.diagonal, 127)
-    return {"q": _uniform_levels(x, rows, 127, m).astype(np.int8), "scale": scale}
+    return {"q": _uniform_codes(x, rows, 127, m), "scale": scale}
 
 
 def _w4a8(
@@ -141,26 +151,75 @@ def _w4a8(
     if m.factor is None:
         # Within a rotation group all weights are equal: the scales' search has nothing to weigh.
         return codes
-    g = int(options["group"])
-    table = common["codebook"] if options["codebook"] else np.arange(-8, 8, dtype=np.float32)
-    q = unpack_nibbles(codes["q"], high_first=False)
-    grid = np.empty((x.shape[0], 16), np.float32)
-    # A negative scale mirrors its group's grid.
-    signs = np.where(np.signbit(codes["s_rel"]), np.float32(-1), np.float32(1))
-    steps = np.abs(codes["s_rel"])
+    six = options["bits"] == 6
+    levels = np.arange(-31, 32) if six else common["codebook"] if options["codebook"] else np.arange(-8, 8)
+    levels = levels.astype(np.float32)
+    q = np.empty(x.shape, np.uint8)
+    kernels = _kernels()
 
-    def rounded(column: int, window: F32) -> F32:
-        sign = signs[:, column // g]
-        if column % g == 0:
-            step = np.rint(table[None, :] * steps[:, column // g, None])
-            grid[:] = np.clip(step, -127, 127) * codes["s_channel"][:, None]
-        middles = (grid[:, 1:] + grid[:, :-1]) / 2
-        q[:, column] = ((window[0] * sign)[:, None] > middles).sum(axis=1)
-        value: F32 = np.take_along_axis(grid, q[:, column, None].astype(np.int64), axis=1)[:, 0] * sign
-        return value
+    def block(a: int, w: F32, u: F32) -> None:
+        found = np.empty(w.shape, np.uint8)
+        group, scales = int(options["group"]), np.ascontiguousarray(codes["s_rel_bits"])
+        kernels.grid(w, u, levels, scales, codes["s_channel"], group, a, found)
+        q[:, a : a + w.shape[1]] = found
 
-    gptq_round(x, m.factor, rounded)
-    return {**codes, "q": pack_nibbles(q, high_first=False)}
+    gptq_round(x, m.factor, block)
+    # Six bits are stored as level + 32, and the least level is -31.
+    return {**codes, "q": pack_six_bits(q + np.uint8(1)) if six else pack_nibbles(q, high_first=False)}
 
 
-_ENCODERS: dict[str, Callable[..., Any]] = {"nvfp4": _nvfp4, "w4a4": _w4a4, "int8": _int8, "w4a8": _w4a8}
+def _float8(
+    codec: Codec, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality, m: Moments
+) -> Codes:
+    codes = codec.encode(x, common, options, backend, quality)
+    if m.factor is None:
+        # A float's error is relative: the scale hardly moves it, whatever the columns weigh.
+        return codes
+    scale = np.ascontiguousarray(np.broadcast_to(codes["scale"], x.shape[:1]))
+    kernels = _kernels()
+    kernel = kernels.float8_e4m3 if options["kind"] == "F8_E4M3" else kernels.float8_e5m2
+    q = np.empty(x.shape, np.uint8)
+
+    def block(a: int, w: F32, u: F32) -> None:
+        found = np.empty(w.shape, np.uint8)
+        kernel(w, u, scale, found)
+        q[:, a : a + w.shape[1]] = found
+
+    gptq_round(x, m.factor, block)
+    return {**codes, "q": q}
+
+
+def _mxfp8(
+    codec: Codec, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality, m: Moments
+) -> Codes:
+    if m.factor is None:
+        return codec.encode(x, common, options, backend, quality)
+    q, scales = np.empty(x.shape, np.uint8), np.empty((x.shape[0], x.shape[1] // 32), np.uint8)
+    kernels = _kernels()
+
+    def block(a: int, w: F32, u: F32) -> None:
+        s, found = np.empty((len(w), w.shape[1] // 32), np.uint8), np.empty(w.shape, np.uint8)
+        kernels.mxfp8(w, u, s, found)
+        q[:, a : a + w.shape[1]], scales[:, a // 32 : (a + w.shape[1]) // 32] = found, s
+
+    gptq_round(x, m.factor, block)
+    return {"q": q, "block_scale": scales}
+
+
+def _kernels() -> Any:
+    """The compiled loops, on the CPU whatever the backend; loaded when a layer is encoded with them."""
+    from qconvert.kernels.cpu import sequential
+
+    return sequential
+
+
+_ENCODERS: dict[str, Callable[..., Any]] = {
+    "nvfp4": _nvfp4,
+    "w4a4": _w4a4,
+    "int8": _int8,
+    "w4a8": _w4a8,
+    "float8": _float8,
+    "mxfp8": _mxfp8,
+}
+#: Formats whose scales are searched with the diagonal of the moments alone.
+_BY_DIAGONAL = frozenset({"nvfp4", "w4a4", "int8"})

@@ -4,33 +4,28 @@ A layer's output error on inputs with second moments H = E[x x^T] is, per row, (
 the columns of W in turn and moves what remains of w so that the later columns make up for the error. With
 Hinv = U^T U (U upper triangular), column j rounded to q leaves e = (w_j - q) / U_jj, and w_i loses e U_ji for i > j.
 
-numpy only. Matrix products are BLAS's, so that codes can differ in a few places between machines; on one machine
-they do not depend on threads.
+The columns of a block are rounded row by row, then what they leave is carried into all later columns, in one fixed
+order (`qconvert.kernels.cpu.sequential`): no byte depends on threads or on how rows are split. The factor is LAPACK's,
+so that codes can differ in a few places between machines.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 from qconvert.kernels.api import F32
 
 #: Part of the mean of H's diagonal that is added to it (the paper's 1 %).
 DAMPING = 0.01
-#: Columns whose errors are carried among themselves first, then into all the rest with one product.
+#: Columns whose errors are carried among themselves first, then into all the rest.
 BLOCK = 128
 #: Triangles up to this size are inverted by LAPACK.
 _SMALL = 256
 
-
-class QuantiseColumn(Protocol):
-    """Rounds one column under the format's scales and remembers its codes.
-
-    `window` [C, R]: the columns from `column` to the end of the block at hand, as they stand now, one a row; its
-    first row is the column to round. Returns the values [R] that it decodes to.
-    """
-
-    def __call__(self, column: int, window: F32) -> F32: ...
+#: Rounds columns [a, a + B) of all rows. Given a, those columns w [R, B] as they stand and u [B, B]; leaves in w each
+#: column's error over u's diagonal, and keeps the codes.
+RoundBlock = Callable[[int, F32, F32], None]
 
 
 def gptq_factor(moments: F32, damping: float = DAMPING) -> F32:
@@ -42,7 +37,8 @@ def gptq_factor(moments: F32, damping: float = DAMPING) -> F32:
     if h.ndim != 2 or h.shape[0] != h.shape[1] or not np.isfinite(h).all():
         raise ValueError("second moments have to be a finite square matrix")
     diagonal = np.diag(h)
-    if not np.allclose(h, h.T, rtol=1e-3, atol=1e-5 * float(np.abs(diagonal).max(initial=0.0))):
+    slack = 1e-5 * float(np.abs(diagonal).max(initial=0.0))
+    if (np.abs(h - h.T) > slack + 1e-3 * np.abs(h)).any():
         raise ValueError("second moments are not symmetric")
     mean = float(diagonal.mean())
     if mean <= 0:
@@ -71,20 +67,14 @@ def _inverse_upper(
     return out
 
 
-def gptq_round(x: F32, factor: F32, quantise_column: QuantiseColumn, block: int = BLOCK) -> F32:
-    """The values [R, K] that x is rounded to. `factor`: from `gptq_factor`; rows do not depend on each other."""
-    rest = np.array(x, np.float32)
-    out = np.empty_like(rest)
+def gptq_round(x: F32, factor: F32, round_block: RoundBlock, block: int = BLOCK) -> None:
+    """Round x [R, K] column by column. `factor`: from `gptq_factor`; rows do not depend on each other."""
+    from qconvert.kernels.cpu import sequential
+
+    rest, factor = np.array(x, np.float32), np.ascontiguousarray(factor)
     k = rest.shape[1]
     for a in range(0, k, block):
         b = min(a + block, k)
-        columns = np.ascontiguousarray(rest[:, a:b].T)
-        errors = np.empty_like(columns)
-        for j in range(b - a):
-            row = factor[a + j]
-            value = quantise_column(a + j, columns[j:])
-            out[:, a + j] = value
-            errors[j] = (columns[j] - value) / row[a + j]
-            columns[j + 1 :] -= row[a + j + 1 : b, None] * errors[j]
-        rest[:, b:] -= errors.T @ factor[a:b, b:]
-    return out
+        w = np.ascontiguousarray(rest[:, a:b])
+        round_block(a, w, np.ascontiguousarray(factor[a:b, a:b]))
+        sequential.carry_far(w, factor[a:b], b, rest)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from qconvert.convert import execute
 from qconvert.convert.calibration import Calibration
 from qconvert.convert.job import Outcome, Request, run_job
 from qconvert.formats.calibrated import Moments, encode_calibrated
@@ -17,9 +18,10 @@ from qconvert.formats.layers import take_inventory
 from qconvert.formats.reader import LayerReader
 from qconvert.formats.registry import codec as get_codec
 from qconvert.formats.values import decode_rows
+from qconvert.kernels.cpu import sequential
 from qconvert.kernels.gptq import gptq_factor, gptq_round
 from qconvert.kernels.select import get_backend
-from qconvert.kernels.weighted import nvfp4_scale, row_scale
+from qconvert.kernels.weighted import nvfp4_scales, row_scale
 from qconvert.runtime.calibration_record import write_calibration
 
 K = 256
@@ -31,7 +33,15 @@ FORMATS = {
         "bits": 4, "group": 16, "codebook": True, "correction": False, "grid": True,
         "signed": False, "srel_dtype": "F8_E4M3", "source": "weight_s_rel", "rotation": 256,
     },
+    "w6a8": {
+        "bits": 6, "group": 16, "codebook": False, "correction": False, "grid": True,
+        "signed": False, "srel_dtype": "F8_E4M3", "source": "weight_s_rel", "rotation": 64,
+    },
+    "fp8 row": {"kind": "F8_E4M3", "scale": "row"},
+    "fp8 scalar": {"kind": "F8_E5M2", "scale": "scalar"},
+    "mxfp8": {"scales": "swizzled", "source": "weight_scale"},
 }  # fmt: skip
+CODECS = {"w6a8": "w4a8", "fp8 row": "float8", "fp8 scalar": "float8"}
 
 
 @pytest.fixture(scope="module")
@@ -70,28 +80,61 @@ def test_factor_is_the_triangle_of_the_damped_inverse(layer: Any) -> None:
 def test_rounding_carries_the_error_into_the_next_column() -> None:
     # 0.4 becomes 0; at correlation 0.9 the second column should be 0.4 + 0.9 * 0.4 = 0.76 and becomes 1, not 0.
     h = np.array([[1, 0.9], [0.9, 1]], np.float32)
+    x, u = np.array([[0.4, 0.4]], np.float32), gptq_factor(h, damping=1e-6)
+    assert integers(x, u, block=2).tolist() == [[0, 1]]
     seen: list[float] = []
-
-    def rounded(column: int, window: np.ndarray) -> np.ndarray:
-        seen.append(float(window[0][0]))
-        return np.rint(window[0])
-
-    out = gptq_round(np.array([[0.4, 0.4]], np.float32), gptq_factor(h, damping=1e-6), rounded)
-    assert out.tolist() == [[0.0, 1.0]]
+    assert integers(x, u, 1, seen).tolist() == [[0, 1]]
     assert seen == pytest.approx([0.4, 0.76], abs=1e-4)
+
+
+def integers(x: np.ndarray, u: np.ndarray, block: int, seen: list[float] | None = None) -> np.ndarray:
+    """x rounded to integers in sequence; `seen`: the first row of each block as the blocks before left it."""
+    codes = np.empty(x.shape, np.int8)
+
+    def round_block(a: int, w: np.ndarray, part: np.ndarray) -> None:
+        if seen is not None:
+            seen.extend(map(float, w[0]))
+        q = np.empty(w.shape, np.int8)
+        sequential.uniform(w, part, np.ones(len(w), np.float32), np.float32(127), q)
+        codes[:, a : a + w.shape[1]] = q
+
+    gptq_round(x, u, round_block, block)
+    return codes
 
 
 def test_blocks_do_not_change_the_result(layer: Any) -> None:
     u = gptq_factor(layer["seen"].T @ layer["seen"])
     x = layer["w"] * 300
-    one, many = (gptq_round(x, u, lambda c, window: np.rint(window[0]), block) for block in (K, 16))
+    one, many = (integers(x, u, block) for block in (K, 16))
     # Sums in another order may tip a value that lies between two integers, which moves what follows in its row.
     assert (one != many).any(axis=1).mean() < 0.1
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_rows_do_not_depend_on_their_piece(name: str, layer: Any, backend: Any) -> None:
+    """The executor cuts layers by rows: any cut gives the same bytes, with moments of either kind."""
+    codec, options = get_codec(CODECS.get(name, name)), FORMATS[name]
+    group = codec.rotation(options)
+    x = layer["w"] if not group else backend.rotate(layer["w"], group)
+    statistic = {"none": None, "amax": backend.amax(x), "sample": x}[codec.statistic(options)]
+    common = codec.prepare(statistic, options, backend, "best")
+    full = layer["seen"].T @ layer["seen"] / np.float32(2000)
+    for moments in (full, np.diag(full).copy()):
+        m = Moments.of(moments, group, backend)
+        whole = encode_calibrated(codec, x, common, options, backend, "best", m)
+        for cut in (1, 37, 64):
+            parts = [
+                encode_calibrated(codec, p, common, options, backend, "best", m) for p in (x[:cut], x[cut:])
+            ]
+            for key, value in whole.items():
+                if key in common or value.shape[:1] != (len(x),):
+                    continue
+                assert np.array_equal(value, np.concatenate([part[key] for part in parts])), (key, cut)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_outputs_are_closer_on_inputs_not_seen(name: str, layer: Any, backend: Any) -> None:
-    codec, options = get_codec(name), FORMATS[name]
+    codec, options = get_codec(CODECS.get(name, name)), FORMATS[name]
     group = codec.rotation(options)
     turn = (lambda a: backend.rotate(np.ascontiguousarray(a), group)) if group else (lambda a: a)
     x = turn(layer["w"])
@@ -129,7 +172,7 @@ def test_equal_weights_search_as_without(layer: Any, backend: Any) -> None:
     assert (row_scale(w, even, 7) == scale).mean() > 0.95
     t = backend.nvfp4_tensor_scale(backend.amax(w))
     _, scales = backend.nvfp4_encode(w, t, "best")
-    assert (nvfp4_scale(w[:, :16], even[:16], t) == scales[:, 0]).mean() > 0.95
+    assert (nvfp4_scales(w, even, t) == scales).mean() > 0.95
 
 
 def test_moments_are_rotated_with_the_weight(backend: Any) -> None:
@@ -189,6 +232,22 @@ def test_conversion_with_a_file(model_file: Path, layer: Any, backend: Any, tmp_
         digest = checkpoint.metadata["qconvert_calibration"]
         assert len(digest) == 64 and file.nbytes > 0
         assert "plan_sha256" in json.loads(checkpoint.metadata["qconvert"])
+
+
+@pytest.mark.parametrize("target", ["convrot_int8", "comfyui:float8_e4m3fn", "kitchen_w4a8"])
+def test_threads_and_pieces_do_not_change_the_bytes(
+    target: str, model_file: Path, layer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = tmp_path / "m.safetensors"
+    write_calibration(moments, {"blocks.0.fc.second_moment": layer["seen"].T @ layer["seen"]})
+    found = []
+    for jobs, elements in ((1, 1 << 20), (3, 1 << 20), (3, 24 * K), (2, 5 * K)):
+        monkeypatch.setattr(execute, "PIECE_ELEMENTS", elements)
+        out = tmp_path / f"{jobs}-{elements}.safetensors"
+        with opened(model_file) as checkpoint:
+            run_job(Request(model_file, target, output=out, calibration=moments, jobs=jobs), checkpoint)
+        found.append(out.read_bytes())
+    assert all(data == found[0] for data in found)
 
 
 @pytest.mark.parametrize(
