@@ -1,4 +1,4 @@
-"""The documents: pages made from the code are current, every command line in them runs, and every link leads somewhere."""
+"""The documents: pages made from the code are current, every command line in them runs, every link leads somewhere."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_options_named_alone_exist() -> None:
         if path.parent.name in ("contracts", "formats") or path.name in ("CHANGELOG.md", "CONTRIBUTING.md"):
             continue
         text = BLOCK.sub("", path.read_text("utf-8"))
-        for option in re.findall(r"`(--[a-z][a-z-]+)", text):
+        for option in re.findall(r"`(--[a-z][a-z0-9-]+)", text):
             in_scripts = any(
                 option in file.read_text("utf-8", "ignore")
                 for file in (ROOT / "scripts").iterdir()
