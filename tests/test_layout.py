@@ -129,7 +129,9 @@ def test_pins_satisfy_the_project() -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the scripts are for a POSIX shell")
-@pytest.mark.parametrize("name", ["scripts/test", "scripts/quickstart", "scripts/interop", "scripts/test_wheel", ".ci/run"])
+@pytest.mark.parametrize(
+    "name", ["scripts/test", "scripts/quickstart", "scripts/interop", "scripts/test_wheel", ".ci/run"]
+)
 def test_scripts_can_be_run(name: str) -> None:
     path = ROOT / name
     assert os.access(path, os.X_OK)
