@@ -85,6 +85,19 @@ def test_bytes_do_not_depend_on_the_split(
             assert np.isclose(result.noise, first.results[name].noise, rtol=1e-9)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("quality", ["fast", "best"])
+def test_bytes_do_not_depend_on_the_backend(
+    target: str, quality: str, source: Path, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = convert(source, target, tmp_path / "cpu.safetensors", quality=quality).output.read_bytes()
+    for jobs, piece in ((1, 1 << 20), (2, 1 << 12), (4, 1 << 11)):
+        monkeypatch.setattr(execute, "PIECE_ELEMENTS", piece)
+        path = tmp_path / f"{jobs}.safetensors"
+        got = convert(source, target, path, quality=quality, jobs=jobs, backend="reference")
+        assert got.output.read_bytes() == wanted, (jobs, piece)
+
+
 def test_memory_does_not_change_bytes(mixed: Path, convert: Convert, tmp_path: Path) -> None:
     wanted = convert(mixed, "kitchen_w4a8", tmp_path / "a.safetensors", quality="fast").output.read_bytes()
     got = convert(mixed, "kitchen_w4a8", tmp_path / "b.safetensors", quality="fast", memory=4 << 20, jobs=2)
