@@ -62,7 +62,8 @@ def say(label: str, text: str) -> None:
     if _coloured() and label:
         colour = _COLOURS.get(label)
         styled = click.style(padded, fg=colour, bold=True) if colour else click.style(padded, dim=True)
-        _stream().write(f"{styled}{harmless(text)}\n")
+        _stream().write(styled)
+        click.echo(text)
     else:
         click.echo((padded + text).rstrip())
 
@@ -95,9 +96,9 @@ def say_rows(rows: Sequence[Row], indent: int = 0, *, head: bool = False) -> Non
     grid = Table(box=None, padding=(0, 2, 0, 0), show_header=head, header_style="dim", pad_edge=False)
     names = rows[0] if head else ("",) * len(rows[0])
     for name, width in zip(names, [*widths, None], strict=True):
-        grid.add_column(Text(harmless(name)), overflow="fold", min_width=width)
+        grid.add_column(Text(_shown(name)), overflow="fold", min_width=width)
     for row in rows[1:] if head else rows:
-        grid.add_row(*(Text(harmless(cell)) for cell in row))
+        grid.add_row(*(Text(_shown(cell)) for cell in row))
     console = Console(
         file=_stream(), highlight=False, no_color=not _coloured(), width=shutil.get_terminal_size().columns
     )
@@ -111,6 +112,12 @@ def _terminal() -> bool:
 def _coloured() -> bool:
     """Whether colours are wanted: a terminal, and neither NO_COLOR nor a terminal without any."""
     return _terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _shown(cell: str) -> str:
+    """A cell without anything that acts on a terminal, or that the terminal's encoding cannot hold."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return harmless(cell).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _stream() -> Any:

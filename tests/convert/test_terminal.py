@@ -92,6 +92,12 @@ def test_nothing_in_a_file_acts_on_the_terminal(on_terminal: Callable[..., str],
     assert "\x1b[2J" not in text and "\\u001b[2Jfc" in text
 
 
+def test_a_terminal_that_knows_ascii_only(on_terminal: Callable[..., str], tmp_path: Path) -> None:
+    save({"bl\u00f6cke.0.fc.weight": np.ones((256, 256), np.float32)}, tmp_path / "u.safetensors")
+    words = ["u.safetensors", "--to", "comfyui:int8_tensorwise", "--keep", "bl\u00f6cke", "-v", "--dry-run"]
+    assert "--keep bl\\xf6cke" in on_terminal(*words, PYTHONIOENCODING="ascii")
+
+
 def test_plain_when_piped(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "qconvert", model.name, "--to", "comfyui:int8_tensorwise", "--dry-run"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
