@@ -255,9 +255,14 @@ def execute_plan(
             verdicts = tuple(contract.check(written.view()) for contract in plan.contracts)
             gate(path, plan, verdicts)
             read_back(checkpoint, written, plan, results, path, backend)
-        for out in outs:
-            out.commit()
-        beside.commit()
+        try:
+            for out in outs:
+                out.commit()
+            beside.commit()
+        except BaseException:
+            for out in outs:
+                out.withdraw()
+            raise
     return Outcome(plan, path, checkpoint.nbytes, writer.nbytes, results, verdicts, time.monotonic() - begun)
 
 

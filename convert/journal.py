@@ -134,7 +134,11 @@ class Journal:
 
     def _write(self, ready: list[Record]) -> None:
         self._flush()
-        os.write(self._fd, "".join(dumps(record) + "\n" for record in ready).encode())
+        try:
+            os.write(self._fd, "".join(dumps(record) + "\n" for record in ready).encode())
+        except OSError as error:
+            problem = f"cannot be written: {error.strerror or error}"
+            raise QConvertError(problem, file=str(self.path)) from None
 
     def settle(self) -> None:
         """Wait for the flush that is under way. Raises what it, or one before it, raised."""

@@ -18,6 +18,8 @@ from qconvert.formats.errors import QConvertError, TransferError, UsageError
 _SLACK_BYTES = 1 << 20
 
 
+#: Whether a file can be renamed and removed while it is open: not on Windows.
+RENAMES_OPEN_FILES = sys.platform != "win32"
 #: Said where a part of the output is kept.
 RESUME = "the same command with --resume continues"
 
@@ -192,10 +194,12 @@ class OutputFile:
         self.journal.settle()
         try:
             if self._mode_of is not None:
-                self.temporary.chmod(stat.S_IMODE(self._mode_of.stat().st_mode))
+                # File systems without permissions refuse it; the bytes are as right without.
+                with contextlib.suppress(OSError):
+                    self.temporary.chmod(stat.S_IMODE(self._mode_of.stat().st_mode))
             os.fsync(self._fd)
-            if sys.platform == "win32":
-                self._close()  # an open file cannot be renamed there
+            if not RENAMES_OPEN_FILES:
+                self._close()
             if self._force:
                 self.temporary.replace(self.path)
             else:
@@ -204,7 +208,8 @@ class OutputFile:
         except OSError as error:
             raise self._failed(error) from None
         self._done = True
-        self.journal.remove()
+        with contextlib.suppress(OSError):
+            self.journal.remove()
         # The lock goes last: who waits for it must find the file finished and the journal gone.
         self._close()
         with contextlib.suppress(OSError):
@@ -213,6 +218,12 @@ class OutputFile:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+
+    def withdraw(self) -> None:
+        """Take back what `commit` put under a name that was free: another file of the same output failed."""
+        if self._done and not self._force:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
 
     def _publish_new(self) -> None:
         try:
@@ -225,7 +236,9 @@ class OutputFile:
                 raise FileExistsError(errno.EEXIST, "appeared while converting", str(self.path)) from None
             self.temporary.replace(self.path)
             return
-        self.temporary.unlink()
+        # The file is there; another name of it does no harm, and the next run removes it.
+        with contextlib.suppress(OSError):
+            self.temporary.unlink()
 
     def _close(self) -> None:
         if self._fd >= 0:
@@ -238,7 +251,7 @@ class OutputFile:
             with contextlib.suppress(OSError, QConvertError):
                 self.journal.note_all()
         self.journal.close()
-        if sys.platform == "win32":
+        if not RENAMES_OPEN_FILES:
             self._close()
         if not keep:
             # Journal first: a journal alone would be believed by nobody, but should not lie about either.

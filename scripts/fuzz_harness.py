@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fuzz_mutations import Case
 from qconvert.convert.cli import main
 from qconvert.formats.errors import QConvertError
@@ -67,6 +68,9 @@ def _status(key: str) -> int:
 
 def limit_memory(more: int = BYTES + (100 << 20)) -> None:
     """Let this process map no more than it has and so many bytes: what is never touched counts, too."""
+    # What libraries keep for themselves, they take now.
+    many = np.ones((512, 512), np.float32)
+    many @ many
     size = _status("VmSize:") + more
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
