@@ -20,6 +20,7 @@ from qconvert.convert.identity import is_finished
 from qconvert.convert.job import Outcome, Request, final_output, output_path, plan_job, run_job
 from qconvert.convert.jobsfile import read_jobs
 from qconvert.convert.journal import StaleError
+from qconvert.convert.output import unfinished
 from qconvert.convert.progress import progress_bar
 from qconvert.convert.screen import Volume, quiet, say, say_rows, speaking
 from qconvert.convert.shards import ShardWriter
@@ -98,7 +99,7 @@ def _planned(request: Request) -> Job:
             parts = [(name, part) for name, _, part in writer.parts]
             if all(is_finished(path.parent / name, part, checkpoint) for name, part in parts):
                 job.status = "finished"
-            elif any((job.made_at.parent / f".{name}.journal").exists() for name, _ in parts):
+            elif any(unfinished(job.made_at.parent / name)[1].exists() for name, _ in parts):
                 job.status = "half done"
     except Exception as error:
         _fail(job, error)
@@ -163,7 +164,7 @@ def _volumes(jobs: list[Job]) -> Iterator[tuple[Path, int, int]]:
             folder = folder.parent
         device = folder.stat().st_dev
         first, need = needs.get(device, (folder, 0))
-        partial = path.with_name(f".{path.name}.partial")
+        partial, _ = unfinished(path)
         there = getattr(partial.stat(), "st_blocks", 0) * 512 if partial.exists() else 0
         needs[device] = first, need + max(0, job.output_bytes - there)
     for folder, need in needs.values():

@@ -79,10 +79,15 @@ class Outcome:
 
 
 def default_output(source: Place, target: Target) -> Path:
-    """STEM.TARGET.safetensors beside the source (a remote one: in the current folder), ':' becoming '-'."""
+    """STEM.TARGET.safetensors beside the source (a remote one: in the current folder), ':' becoming '-'.
+
+    Beside a folder, not in it: there it would be one more of the source's files.
+    """
     folder = isinstance(source, Path) and source.is_dir()
+    if isinstance(source, Path) and source.name in ("", ".."):
+        source = source.resolve()
     stem = source.stem if source.suffix in SUFFIXES and not folder else source.name
-    where = Path() if isinstance(source, Remote) else source if folder else source.parent
+    where = Path() if isinstance(source, Remote) else source.parent
     name = f"{stem}.{target.name.replace(':', '-')}"
     return where / (name if target.sidecars else f"{name}.{target.container}")
 

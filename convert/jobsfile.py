@@ -192,7 +192,8 @@ def _refuse_collisions(path: Path, requests: list[Request]) -> None:
     outputs: dict[str, Request] = {}
     for request in requests:
         name = str(request.output)
-        first = outputs.setdefault(name, request)
+        # Where a file system does not tell case, names that differ in nothing else are one.
+        first = outputs.setdefault(name.casefold(), request)
         if first is not request:
             raise UsageError(
                 f"two jobs write {name}", file=str(path), found=f"{first.source} and {request.source}"

@@ -70,7 +70,7 @@ class Journal:
             keep = self._load()
             if not intact:
                 keep, self._done = 0, {}
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         # A line cut off by the kill goes; what follows starts on a line of its own.
         os.ftruncate(self._fd, keep)
         os.lseek(self._fd, keep, os.SEEK_SET)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import stat
@@ -22,6 +23,18 @@ _SLACK_BYTES = 1 << 20
 RENAMES_OPEN_FILES = sys.platform != "win32"
 #: Said where a part of the output is kept.
 RESUME = "the same command with --resume continues"
+
+
+#: Bytes that file systems take in a name.
+_LONGEST_NAME = 255
+
+
+def unfinished(path: Path) -> tuple[Path, Path]:
+    """The partial file and the journal of an output, beside it; of a name that leaves no room, under its digest."""
+    name = path.name
+    if len(os.fsencode(name)) + len(".") + len(".partial") > _LONGEST_NAME:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+    return path.with_name(f".{name}.partial"), path.with_name(f".{name}.journal")
 
 
 def refuse_same_file(sources: list[Path], target: Path) -> None:
@@ -74,8 +87,8 @@ class OutputFile:
     ) -> None:
         self.path = path
         self.size = size
-        self.temporary = path.with_name(f".{path.name}.partial")
-        self.journal = Journal(path.with_name(f".{path.name}.journal"), digest, self.flush)
+        self.temporary, notes = unfinished(path)
+        self.journal = Journal(notes, digest, self.flush)
         self._mode_of = mode_of
         self._force = force
         self._resume = resume
@@ -111,6 +124,8 @@ class OutputFile:
     def _refuse_existing(self) -> None:
         if self.path.is_dir():
             raise UsageError("is a folder", file=str(self.path))
+        if self.path.exists() and not self.path.is_file():
+            raise UsageError("is a device or a pipe, no file", file=str(self.path))
         if self.path.exists() and not self._force:
             raise UsageError("already exists", file=str(self.path), hint="--force overwrites it")
 
@@ -120,7 +135,8 @@ class OutputFile:
         The lock is on what was opened, which a run that ends at this moment may have renamed or removed: such a
         file is let go and the name opened again.
         """
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
+        # In a shared folder somebody may have put a link there that leads to a file of ours.
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
         while True:
             self._fd = os.open(self.temporary, flags, 0o666)
             lock(self._fd, self.path)

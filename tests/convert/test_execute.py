@@ -230,13 +230,22 @@ def test_shards_become_one_file(
 # ---- names
 
 
-def test_where_the_output_goes(source: Path, convert: Convert, tmp_path: Path) -> None:
+def test_where_the_output_goes(
+    source: Path, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert convert(source, "bf16").output == tmp_path / "in.bf16.safetensors"
     assert convert(source, "comfyui:nvfp4").output == tmp_path / "in.comfyui-nvfp4.safetensors"
     assert convert(source, "kitchen_int8").output == tmp_path / "in.convrot_int8.safetensors"
     folder = tmp_path / "there"
     folder.mkdir()
     assert convert(source, "bf16", folder).output == folder / "in.bf16.safetensors"
+    # Of a folder: beside it, so that it stays what it was and can be converted again.
+    assert convert(folder, "fp16").output == tmp_path / "there.fp16.safetensors"
+    assert convert(folder, "fp32").output == tmp_path / "there.fp32.safetensors"
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        assert convert(Path(), "comfy_fp8").output == tmp_path / "there.comfy_fp8.safetensors"
+    assert [file.name for file in folder.iterdir()] == ["in.bf16.safetensors"]
     assert convert(source, "bf16", tmp_path / "new" / "deep" / "x.safetensors").output.is_file()
 
 
