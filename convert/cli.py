@@ -14,8 +14,6 @@ from click.shell_completion import CompletionItem
 from qconvert.convert.terminal import Terminated, guarded, harmless
 from qconvert.formats.errors import QConvertError, UsageError
 
-import qconvert
-
 
 class DefaultGroup(click.Group):
     """`qconvert FILE ...` is `qconvert convert FILE ...`."""
@@ -55,13 +53,34 @@ def complete_runtime(ctx: click.Context, param: click.Parameter, incomplete: str
 
 
 PLACE = PlaceType()
+BACKEND = click.option(
+    "--backend",
+    type=click.Choice(["cpu", "reference", "triton"]),
+    help="What computes (default: cpu); all give the same bytes.",
+)
+DEVICE = click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where; cuda: Triton's kernels.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors.")
 VERBOSE = click.option("-v", "--verbose", is_flag=True, help="Print a line for every layer, too.")
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
+def show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from qconvert.convert.backends import print_version
+
+        print_version()
+        ctx.exit()
+
+
 @click.group(cls=DefaultGroup, context_settings=CONTEXT)
-@click.version_option(qconvert.__version__, prog_name="qconvert")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=show_version,
+    help="Versions of qconvert and of what its backends need.",
+)
 def cli() -> None:
     """Convert quantised checkpoints into the file that a serving runtime loads, and prove it.
 
@@ -123,6 +142,8 @@ def cli() -> None:
 )
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Threads (default: all cores).")
 @click.option("--memory", default="512MiB", metavar="SIZE", help="Buffers, e.g. 128MiB (default 512MiB).")
+@BACKEND
+@DEVICE
 @click.option(
     "--calibration",
     type=click.Path(path_type=Path),
@@ -248,6 +269,8 @@ def diff(a: Path, b: Path, sample: int | None, as_json: bool) -> None:
 )
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Threads (default: all cores).")
 @click.option("--memory", default="512MiB", metavar="SIZE", help="Buffers, e.g. 128MiB (default 512MiB).")
+@BACKEND
+@DEVICE
 @click.option("--rename", multiple=True, metavar="REGEX=NEW", help="The renames the conversion was given.")
 @QUIET
 @VERBOSE
@@ -282,6 +305,15 @@ def recipe_init(source: Path, output: Path | None, force: bool, as_json: bool) -
     from qconvert.convert.recipe_init import run_init
 
     run_init(source, output, force, as_json)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True)
+def backends(as_json: bool) -> None:
+    """What can compute here (cpu, reference, triton), and why the rest cannot."""
+    from qconvert.convert.backends import run_backends
+
+    run_backends(as_json)
 
 
 @cli.command()

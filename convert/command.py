@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from qconvert.convert.actions import LOSSLESS, Plan
+from qconvert.convert.backends import chosen_backend
 from qconvert.convert.classes import layer_class
 from qconvert.convert.cli import parse_pairs
 from qconvert.convert.job import Outcome, Request, execute_plan, output_path, plan_job
@@ -23,7 +24,7 @@ from qconvert.convert.text import db, grouped, parse_size, size, tally
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.layers import Layer, parse_assumption
 from qconvert.formats.remote import Place
-from qconvert.kernels.select import get_backend
+from qconvert.kernels.select import backend_report, get_backend
 from qconvert.runtime.families import detect
 from qconvert.runtime.targets import Wishes
 from qconvert.runtime.verify import decibels
@@ -59,6 +60,7 @@ def make_request(source: Place, target: str, output: Place | None, options: dict
         jobs=options["jobs"],
         memory=parse_size(options["memory"]),
         shard_size=parse_size(options["shard_size"]) if options["shard_size"] else None,
+        backend=chosen_backend(options.get("backend"), options.get("device")),
         engine=options.get("engine", "local"),
         staging=options.get("staging"),
         calibration=options.get("calibration"),
@@ -98,9 +100,13 @@ def _run_convert(
         with progress_bar(sum(action.layer.nbytes for action in plan.actions), as_json) as advance:
             outcome = execute_plan(request, checkpoint, plan, laid, advance, begun)
         if as_json:
-            click.echo(dumps(outcome_json(outcome)))
+            click.echo(
+                dumps(outcome_json(outcome) | {"backends": [str(state) for state in backend_report()]})
+            )
         else:
             print_outcome(outcome)
+            if verbose() or request.backend != "cpu":
+                say("backend", "; ".join(str(state) for state in backend_report()))
             for line in _serving(checkpoint, plan, outcome.output):
                 say("serve", line)
         if report is not None:

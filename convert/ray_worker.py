@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qconvert.convert.actions import Plan
+from qconvert.convert.backends import required_backend
 from qconvert.convert.calibration import Calibrator, opened_calibration
 from qconvert.convert.execute import Executor
 from qconvert.convert.identity import job_digest
@@ -23,7 +24,6 @@ from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import QConvertError, TransferError
 from qconvert.formats.header import Layout
 from qconvert.formats.remote import Place
-from qconvert.kernels.select import get_backend
 
 import qconvert
 
@@ -123,7 +123,7 @@ class _Opened:
                 "a worker sees another source than the driver, or another version of it",
                 file=str(work.source),
             )
-        self.backend = get_backend(work.backend)
+        self.backend = required_backend(work.backend, f"a worker's --backend {work.backend}")
         calibration = self.stack.enter_context(opened_calibration(work.calibration))
         self.calibrator = Calibrator(calibration, work.plan, self.backend) if calibration else None
         self.units: list[Unit] = make_units(work.plan, work.laid)

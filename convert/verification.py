@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from qconvert.convert.backends import chosen_backend
 from qconvert.convert.classes import layer_class
 from qconvert.convert.cli import parse_pairs
 from qconvert.convert.progress import progress_bar
@@ -42,6 +43,8 @@ def run_verify(
     activations: Path | None,
     jobs: int | None,
     memory: str,
+    backend: str | None = None,
+    device: str | None = None,
 ) -> None:
     """`qconvert verify SRC DST`: exits 1 when a layer is missing or too far from the source."""
     rules = [option_rule(a, b, "--rename") for a, b in parse_pairs(rename, "--rename")]
@@ -54,7 +57,7 @@ def run_verify(
     def at_random(layer: Layer) -> F32 | None:
         return None
 
-    backend = get_backend()
+    computes = get_backend(chosen_backend(backend, device))
     threads = min(jobs or os.cpu_count() or 1, parse_size(memory) // (CHUNK_ELEMENTS * BYTES_PER_ELEMENT))
     with ExitStack() as stack:
         a, b = stack.enter_context(opened(source)), stack.enter_context(opened(target))
@@ -67,10 +70,10 @@ def run_verify(
         found = compare_files(
             (a, left),
             (b, right),
-            backend,
+            computes,
             rename=renamed if rules else None,
             max_rows=sample,
-            activations=recorded_inputs(recorded, backend) if recorded else at_random,
+            activations=recorded_inputs(recorded, computes) if recorded else at_random,
             jobs=max(1, threads),
             progress=advance,
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import cast
+from typing import Literal, cast
 
 from qconvert.kernels.api import Backend
 
@@ -12,6 +13,7 @@ from qconvert.kernels.api import Backend
 _BACKENDS = {
     "cpu": ("qconvert.kernels.cpu.backend", "CpuBackend"),
     "reference": ("qconvert.kernels.reference_backend", "ReferenceBackend"),
+    "triton": ("qconvert.kernels.triton.backend", "TritonBackend"),
 }
 
 
@@ -29,6 +31,10 @@ def backend_names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
+#: What became of the backends that were asked for in this process: None when made, else why not.
+_asked: dict[str, str | None] = {}
+
+
 @cache
 def get_backend(name: str = "cpu") -> Backend:
     """The backend called `name`, made once. Never replaced by another one.
@@ -41,8 +47,43 @@ def get_backend(name: str = "cpu") -> Backend:
     try:
         backend: Backend = getattr(import_module(module), cls)()
     except ImportError as e:
+        _asked[name] = str(e)
         raise BackendUnavailable(name, str(e)) from e
+    _asked[name] = None
     return backend
+
+
+@dataclass(frozen=True, slots=True)
+class BackendState:
+    """`ready`: made in this process, computes what it is asked to. `refused`: cannot run here, `reason` says why."""
+
+    name: str
+    state: Literal["ready", "refused", "not asked for"]
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.state}" + (f" ({self.reason})" if self.reason else "")
+
+
+def backend_report(*, ask: bool = False) -> tuple[BackendState, ...]:
+    """Which backends ran (or can run) in this process, and why the others did not.
+
+    `ask`: try every one, which imports numba, torch and triton.
+    """
+    if ask:
+        for name in _BACKENDS:
+            try:
+                get_backend(name)
+            except BackendUnavailable:
+                continue
+    return tuple(_state(name) for name in _BACKENDS)
+
+
+def _state(name: str) -> BackendState:
+    if name not in _asked:
+        return BackendState(name, "not asked for")
+    reason = _asked[name]
+    return BackendState(name, "ready") if reason is None else BackendState(name, "refused", reason)
 
 
 class _Deferred:

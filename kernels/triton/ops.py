@@ -100,20 +100,30 @@ class TritonOps:
             )
         return out
 
+    def lookup_refusal(self, weight: Weight, rotation: int, index: Tensor) -> str | None:
+        """Why no kernel gathers rows of this table; None when one does."""
+        if index.device.type != self.device.type:
+            return f"the row numbers are on {index.device.type}, kernels run on {self.device.type}"
+        if rotation not in SPLITS:
+            return f"no fused kernel rotates groups of {rotation}"
+        if isinstance(weight, Fp8Weight) and weight.blocked:
+            return "fp8 with 128 x 128 scales is gathered first"
+        if isinstance(weight, Int8Weight | Int4Weight | Fp8Weight | PlainWeight):
+            return None
+        return f"{type(weight).__name__} has no gather kernel"
+
     def lookup(self, index: Tensor, weight: Weight, *, rotation: int, dtype: torch.dtype) -> Tensor:
         """As `linear.lookup`; tables without a gather kernel are gathered first and decoded by the definition."""
-        flat = index.reshape(-1)
+        if self.lookup_refusal(weight, rotation, index) is not None:
+            return definition.lookup(index, weight, rotation=rotation, dtype=dtype)
+        if isinstance(weight, PlainWeight):
+            q, kind, scale = weight.q, kind_of(weight.q), torch.ones((), device=weight.q.device)
+        elif isinstance(weight, Fp8Weight):
+            q, kind, scale = weight.q, weight.kind, weight.scale
+        else:
+            assert isinstance(weight, Int8Weight | Int4Weight)
+            q, scale = weight.q, weight.scale
+            kind = "I8" if isinstance(weight, Int8Weight) else "int4"
         out = kind_of(torch.empty(0, dtype=dtype))
-        if isinstance(weight, Int8Weight | Int4Weight | Fp8Weight | PlainWeight) and rotation in SPLITS:
-            if isinstance(weight, PlainWeight):
-                q, kind, scale = weight.q, kind_of(weight.q), torch.ones((), device=weight.q.device)
-            elif isinstance(weight, Fp8Weight):
-                if weight.blocked:
-                    return definition.lookup(index, weight, rotation=rotation, dtype=dtype)
-                q, kind, scale = weight.q, weight.kind, weight.scale
-            else:
-                q, scale = weight.q, weight.scale
-                kind = "I8" if isinstance(weight, Int8Weight) else "int4"
-            rows = launch_rows.dequantise_rows(q, scale, kind, rotation, out, flat)
-            return rows.reshape(*index.shape, weight.k)
-        return definition.lookup(index, weight, rotation=rotation, dtype=dtype)
+        rows = launch_rows.dequantise_rows(q, scale, kind, rotation, out, index.reshape(-1))
+        return rows.reshape(*index.shape, weight.k)

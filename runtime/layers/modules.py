@@ -6,6 +6,7 @@ header (on the meta device, without reading anything), filled by `load`.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Self
 
 import torch
@@ -13,7 +14,8 @@ from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.layers import Layer
 from qconvert.formats.reader import LayerReader
-from qconvert.kernels.linear import LinearOps, TorchOps
+from qconvert.kernels.dispatch import Dispatch
+from qconvert.kernels.linear import LinearOps
 from qconvert.kernels.weights import Weight
 from qconvert.runtime.layers.method import INPUT_SCALES, Method, check_buildable, linear_method
 from qconvert.runtime.layers.operand import operand
@@ -21,8 +23,17 @@ from qconvert.runtime.layers.stored import empty, read, row_step, used_suffixes
 from torch import Tensor, nn
 
 
+@cache
+def _default_ops() -> LinearOps:
+    """Kernels on a GPU, the definition in torch elsewhere; one for all layers, so that triton is asked once."""
+    return Dispatch()
+
+
 class StoredLayer(nn.Module):
-    """Rows [first, last) of a layer of a checkpoint, as stored. `last` None: all of them."""
+    """Rows [first, last) of a layer of a checkpoint, as stored. `last` None: all of them.
+
+    `ops`: what computes; None for kernels where there are any (`kernels.dispatch`).
+    """
 
     def __init__(
         self, layer: Layer, ops: LinearOps | None = None, first: int = 0, last: int | None = None
@@ -30,7 +41,7 @@ class StoredLayer(nn.Module):
         super().__init__()
         check_buildable(layer)
         self.layer = layer
-        self.ops: LinearOps = TorchOps() if ops is None else ops
+        self.ops: LinearOps = _default_ops() if ops is None else ops
         self.first, self.last = first, layer.n if last is None else last
         if first % row_step(layer):
             raise QConvertError(

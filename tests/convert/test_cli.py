@@ -65,7 +65,10 @@ def test_help_of_every_command(run: Callable[..., Ran]) -> None:
 
 
 def test_version(run: Callable[..., Ran]) -> None:
-    assert run("--version").out == f"qconvert, version {qconvert.__version__}\n"
+    first, packages, backends = run("--version").out.splitlines()
+    assert first == f"qconvert, version {qconvert.__version__}"
+    assert f"numpy {np.__version__}" in packages and "torch " in packages and "triton " in packages
+    assert backends.startswith("backends cpu, reference, triton")
 
 
 def test_targets(run: Callable[..., Ran]) -> None:
@@ -79,7 +82,9 @@ def test_targets(run: Callable[..., Ran]) -> None:
     assert text.code == 0 and all(name in text.out for name in names) and "kitchen_int8" in text.out
 
 
-@pytest.mark.parametrize("command", [("--help",), ("targets",), ("inspect", "FILE"), ("check", "FILE")])
+@pytest.mark.parametrize(
+    "command", [("--help",), ("--version",), ("targets",), ("inspect", "FILE"), ("check", "FILE")]
+)
 def test_looking_imports_neither_torch_nor_numba(command: tuple[str, ...], fp8: Path) -> None:
     args = [str(fp8) if arg == "FILE" else arg for arg in command]
     code = (
