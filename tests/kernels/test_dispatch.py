@@ -40,8 +40,8 @@ def test_torch_computes_on_the_cpu_and_says_why() -> None:
     assert torch.equal(ops.lookup(index, int8(), rotation=0, dtype=torch.float32), want)
     assert torch.equal(forward(ops, int8(), "int8"), forward(Dispatch("torch"), int8(), "int8"))
     first, second = ops.report()
-    assert first.startswith("torch: 1 x linear Int8Weight, activations int8 (triton: ")
-    assert second.startswith("torch: 1 x lookup Int8Weight (triton: ")
+    assert first.startswith("torch: 1 x lookup Int8Weight (triton: ")
+    assert second.startswith("torch: 1 x linear Int8Weight, activations int8 (triton: ")
     with pytest.raises(ValueError, match="unknown operations 'abacus'"):
         Dispatch("abacus")
 
