@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -348,6 +350,8 @@ def main(argv: list[str] | None = None) -> None:
 def _main(argv: list[str] | None) -> None:
     try:
         code = cli.main(argv, standalone_mode=False)
+        # Here, where a reader that has gone is noticed in peace, and not while Python shuts down.
+        sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
@@ -356,6 +360,9 @@ def _main(argv: list[str] | None) -> None:
         if error.param is not None and error.param.name == "target" and "--to" in error.param.opts:
             words = "what to make is not said: --to TARGET is missing; `qconvert targets` lists all"
         _fail(words, 2)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(2)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
     except (click.Abort, KeyboardInterrupt) as error:
@@ -366,6 +373,9 @@ def _main(argv: list[str] | None) -> None:
     except QConvertError as error:
         _fail(error.line(), error.exit_code)
     except BrokenPipeError:
+        # What is left in the buffer has nowhere to go, and Python would say so when it shuts down.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
         _fail(": ".join(str(part) for part in (error.filename, error.strerror or error) if part), 1)

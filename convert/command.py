@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,8 @@ def _run_convert(
             if report is not None:
                 _report(report, checkpoint, plan, path, laid.file_size, None, as_json)
             return
+        if not as_json and any(action.transforms for action in plan.actions) and _first_run():
+            say("note", "the first conversion after an install compiles its kernels: ten seconds or so, once")
         with progress_bar(sum(action.layer.nbytes for action in plan.actions), as_json) as advance:
             outcome = execute_plan(request, checkpoint, plan, laid, advance, begun)
         if as_json:
@@ -111,6 +115,16 @@ def _run_convert(
                 say("serve", line)
         if report is not None:
             _report(report, checkpoint, plan, outcome.output, outcome.output_bytes, outcome, as_json)
+
+
+def _first_run() -> bool:
+    """Whether no kernel has been compiled where numba keeps them, as far as a look can tell."""
+    spec = find_spec("qconvert.kernels.cpu")
+    folders = spec.submodule_search_locations if spec else None
+    if not folders or "NUMBA_CACHE_DIR" in os.environ:
+        return False
+    cache = Path(folders[0]) / "__pycache__"
+    return os.access(cache.parent, os.W_OK) and next(cache.glob("*.nbi"), None) is None
 
 
 def _serving(checkpoint: Checkpoint, plan: Plan, path: Place) -> list[str]:

@@ -183,3 +183,37 @@ def test_help_needs_nothing_heavy() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell's pipe")
+def test_a_reader_that_has_gone_is_no_fault(tmp_path: Path) -> None:
+    """`qconvert targets | head -1`, with a reader that reads nothing at all."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "qconvert", "targets"]
+    with subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, cwd=tmp_path) as process:
+        os.close(write)
+        _, errors = process.communicate(timeout=60)
+    assert errors == b"" and process.returncode == 1
+
+
+@pytest.mark.parametrize("words", [[], ["recipe"]])
+def test_no_command_at_all_shows_the_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    captured = capsys.readouterr()
+    assert caught.value.code == 2 and captured.out == ""
+    assert captured.err.startswith("Usage:") and len(captured.err.splitlines()) > 5
+
+
+def test_the_first_conversion_says_that_it_compiles(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    words = [model.name, "--to", "comfyui:int8_tensorwise", "--force"]
+    for compiled in (False, True):
+        found = iter([Path("x.nbi")] if compiled else [])
+        monkeypatch.setattr(Path, "glob", lambda self, pattern, found=found: found)
+        run = CliRunner().invoke(cli, words, catch_exceptions=False)
+        assert ("compiles its kernels" in run.output) == (not compiled)
