@@ -263,7 +263,10 @@ def diff(a: Path, b: Path, sample: int | None, as_json: bool) -> None:
 
 @cli.command()
 @click.argument("source", type=PLACE)
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--digest", is_flag=True, help="Compare every bit with what was recorded; also of one file alone."
+)
 @click.option("--min-sqnr", type=float, metavar="DB", help="Threshold for every layer (default: by format).")
 @click.option("--sample", type=click.IntRange(1), metavar="ROWS", help="Only this many rows of each layer.")
 @click.option(
@@ -277,7 +280,9 @@ def diff(a: Path, b: Path, sample: int | None, as_json: bool) -> None:
 @QUIET
 @VERBOSE
 @click.option("--json", "as_json", is_flag=True)
-def verify(source: Path, target: Path, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
+def verify(
+    source: Path, target: Path | None, as_json: bool, quiet: bool, verbose: bool, **options: Any
+) -> None:
     """Decode SOURCE and TARGET and compare weights and outputs; exit code 1 under the threshold."""
     from qconvert.convert.screen import speaking, volume_of
     from qconvert.convert.verification import run_verify

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from qconvert.convert.actions import CopyOut, Plan, out_spec
 from qconvert.formats.checkpoint import Checkpoint, dumps
+from qconvert.formats.digest import PENDING, digest_place
 from qconvert.formats.header import Layout
 from qconvert.formats.remote import Place
 
@@ -66,6 +67,14 @@ def job_digest(laid: Layout, checkpoint: Checkpoint) -> str:
     return state.hexdigest()
 
 
+def _unsealed(head: bytes, prefix: bytes) -> bytes:
+    """A written header as it was laid out: without its digest, which only the payload tells."""
+    place, mark = digest_place(prefix), PENDING.encode()
+    if place is None:
+        return head
+    return head[:place] + mark + head[place + len(mark) :]
+
+
 def is_finished(path: Place, laid: Layout, checkpoint: Checkpoint) -> bool:
     """Whether `path` is what this conversion would write.
 
@@ -78,7 +87,7 @@ def is_finished(path: Place, laid: Layout, checkpoint: Checkpoint) -> bool:
         if size != laid.file_size:
             return False
         with path.open("rb") as handle:
-            same = handle.read(len(laid.prefix)) == laid.prefix
+            same = _unsealed(handle.read(len(laid.prefix)), laid.prefix) == laid.prefix
         if not isinstance(path, Path):
             path.bytes().close()
             return same

@@ -23,7 +23,7 @@ from qconvert.convert.proof import read_back
 from qconvert.convert.reading import read_source, refuse_senseless
 from qconvert.convert.shards import ShardWriter
 from qconvert.convert.sidecars import Sidecars
-from qconvert.formats import gguf_write
+from qconvert.formats import digest, gguf_write
 from qconvert.formats.checkpoint import Checkpoint, dumps
 from qconvert.formats.containers import SUFFIXES
 from qconvert.formats.errors import QConvertError, UsageError
@@ -147,7 +147,10 @@ def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
             found=guess.evidence.partition("; ")[0] or None,
             hint="`qconvert inspect` shows what it rests on, --assume 'LAYER_REGEX=FORMAT' settles it",
         )
-    metadata = plan.metadata | {"qconvert": dumps(provenance(plan, request, checkpoint))}
+    metadata = plan.metadata | {
+        "qconvert": dumps(provenance(plan, request, checkpoint)),
+        digest.KEY: digest.PENDING,
+    }
     form = output_form(plan, checkpoint, "model.safetensors")
     if target.header is not None:
         metadata |= target.header(form)
@@ -260,6 +263,7 @@ def execute_plan(
             verdicts = tuple(contract.check(written.view()) for contract in plan.contracts)
             gate(path, plan, verdicts)
             read_back(checkpoint, written, plan, results, path, backend)
+            writer.seal(outs, written, request.jobs or os.cpu_count() or 1)
         try:
             for out in outs:
                 out.commit()

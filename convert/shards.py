@@ -6,13 +6,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from qconvert.convert.actions import Action, CopyOut, Plan, out_spec, output_header
 from qconvert.convert.execute import Executor, Result
 from qconvert.convert.output import OutputFile
 from qconvert.convert.units import make_units
 from qconvert.formats.checkpoint import Checkpoint, dumps
-from qconvert.formats.errors import UsageError
+from qconvert.formats.digest import digest_place, file_digest
+from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.header import Layout, layout
 from qconvert.formats.tensors import TensorSpec
 
@@ -119,6 +121,20 @@ class ShardWriter:
         for out, (_, shard, laid) in zip(outs, self.parts, strict=True):
             results |= executor(laid, out).run(make_units(shard, laid))
         return results
+
+    def seal(self, outs: list[OutputFile], written: Checkpoint, jobs: int) -> None:
+        """Fill in each file's digest. Raises QConvertError for a header that leaves its place open."""
+        for index, (out, (name, _, laid)) in enumerate(zip(outs, self.parts, strict=True)):
+            place = digest_place(laid.prefix)
+            if place is None:
+                raise QConvertError("another entry looks like a digest", file=name)
+            start = len(laid.prefix)
+
+            def read(at: int, size: int, index: int = index) -> Any:
+                return written.pread(index, at, size)
+
+            found = file_digest(laid.prefix, read, start, laid.file_size, jobs)
+            out.write(found.encode(), place)
 
     @staticmethod
     def written(outs: list[OutputFile]) -> Checkpoint:

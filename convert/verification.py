@@ -19,6 +19,8 @@ from qconvert.convert.screen import say, say_rows, verbose
 from qconvert.convert.text import db, parse_size
 from qconvert.formats.base import F32
 from qconvert.formats.checkpoint import dumps, opened
+from qconvert.formats.digest import check_digests
+from qconvert.formats.errors import UsageError
 from qconvert.formats.layers import Layer, take_inventory
 from qconvert.formats.patterns import option_rule
 from qconvert.kernels.select import get_backend
@@ -34,9 +36,10 @@ BYTES_PER_ELEMENT = 40
 
 def run_verify(
     source: Path,
-    target: Path,
+    target: Path | None,
     as_json: bool,
     *,
+    digest: bool,
     min_sqnr: float | None,
     sample: int | None,
     rename: tuple[str, ...],
@@ -46,7 +49,21 @@ def run_verify(
     backend: str | None = None,
     device: str | None = None,
 ) -> None:
-    """`qconvert verify SRC DST`: exits 1 when a layer is missing or too far from the source."""
+    """`qconvert verify SRC DST`: exits 1 when a layer is missing or too far from the source.
+
+    `digest`: bits are compared with what was recorded, first of all; of a file alone, nothing else is.
+    """
+    if digest:
+        with opened(target or source) as checkpoint:
+            check_digests(checkpoint, jobs or os.cpu_count() or 1)
+        if target is None:
+            if as_json:
+                click.echo(dumps({"ok": True, "digest": True}))
+            else:
+                say("verdict", f"right: every bit of {source} is as it was written")
+            return
+    if target is None:
+        raise UsageError("verify compares two files", hint="verify SOURCE TARGET, or verify --digest FILE")
     rules = [option_rule(a, b, "--rename") for a, b in parse_pairs(rename, "--rename")]
 
     def renamed(name: str) -> str:

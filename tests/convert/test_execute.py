@@ -160,7 +160,7 @@ def test_provenance(
     path = write(tensors, metadata, "my model.safetensors")
     outcome = convert(path, "comfy_nvfp4", tmp_path / "out.safetensors")
     written = d.read_metadata(outcome.output)
-    assert written.keys() == {"format", "author", "qconvert"}
+    assert written.keys() == {"format", "author", "qconvert", "qconvert_digest"}
     assert (written["format"], written["author"]) == ("pt", "someone")
     made = json.loads(written["qconvert"])
     with opened(path) as checkpoint:
