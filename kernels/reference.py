@@ -232,7 +232,7 @@ def round_e2m1(magnitude: Tensor) -> Tensor:
 def encode_e2m1(x: Tensor) -> Tensor:
     """Codes 0..15, bit 3 the sign (kept for zeros)."""
     value = round_e2m1(x.abs())
-    code = torch.searchsorted(E2M1[:8], value.contiguous()).to(torch.uint8)
+    code = torch.searchsorted(E2M1[:8].to(x.device), value.contiguous()).to(torch.uint8)
     return code | (torch.signbit(x).to(torch.uint8) << 3)
 
 
@@ -277,7 +277,7 @@ def _nvfp4_search(y: Tensor, code: Tensor) -> Tensor:
 
 
 def nvfp4_decode(codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-    values = E2M1[unpack_nibbles(codes, high_first=True).to(torch.int64)]
+    values = E2M1.to(codes.device)[unpack_nibbles(codes, high_first=True).to(torch.int64)]
     total = tensor_scale * decode_e4m3(scales)
     return (split(values, 16) * total[..., None]).flatten(1)
 

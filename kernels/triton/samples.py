@@ -93,6 +93,9 @@ def _rows() -> Iterator[Sample]:
         yield Sample(f"quantise_rows {code} F32, given scales", run)
         run = partial(launch_rows.row_scale, _floats("F32"), code, "best")
         yield Sample(f"row_scale {code}", run, core=code == "int8")
+    for kind in ("F8_E4M3", "F8_E5M2"):
+        run = partial(launch_rows.fp8_fitted_scale, _floats("F32"), given, kind)
+        yield Sample(f"fp8_fitted_scale {kind}", run, core=kind == "F8_E4M3")
     index = torch.zeros(8, dtype=torch.int64)
     stored = {"I8": _bytes().view(torch.int8), "int4": _bytes(K // 2), "F8_E4M3": _bytes()}
     for kind, q in stored.items():
