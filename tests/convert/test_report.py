@@ -107,6 +107,17 @@ def test_histograms_of_the_worst(told: dict[str, Any]) -> None:
         assert h["low"] == -h["high"] < 0
 
 
+def test_histograms_of_an_output_in_shards(made: Path, tmp_path: Path) -> None:
+    report = tmp_path / "r.json"
+    words = [str(made / "model.safetensors"), "--to", "bf16", "-o", str(tmp_path / "out.safetensors")]
+    run = CliRunner().invoke(
+        cli, [*words, "--shard-size", "300kB", "--report", str(report)], catch_exceptions=False
+    )
+    assert run.exit_code == 0 and len(list(tmp_path.glob("out-*.safetensors"))) > 1
+    histograms = json.loads(report.read_text())["histograms"]
+    assert len(histograms) == WORST and all(0 < h["error"] < 0.01 for h in histograms)
+
+
 def test_histogram_counts_what_is_there() -> None:
     before = np.array([[-1.0, 0.0, 0.0, 1.0]], np.float32)
     found = histogram("x", 0.5, before, np.array([[-9.0, 0.0, np.nan, 1.0]], np.float32))
