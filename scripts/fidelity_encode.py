@@ -154,7 +154,7 @@ def from_bf16(bits: NDArray[np.uint16]) -> F32:
 
 
 #: Iterations of convert_to_quant's learned rounding (its default is 4,000: hours for these tables on a CPU).
-ITERATIONS = 200
+ITERATIONS = 50
 
 
 def peer(
