@@ -22,6 +22,7 @@ from qconvert.convert.report import outcome_json, plan_json
 from qconvert.convert.report_write import check_report
 from qconvert.convert.screen import LABEL, say, say_rows, speaking, verbose, volume_of
 from qconvert.convert.serving import component_of, serving
+from qconvert.convert.source_error import source_lines
 from qconvert.convert.text import db, grouped, parse_size, size, tally
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.layers import Layer, parse_assumption
@@ -224,6 +225,8 @@ def print_outcome(outcome: Outcome) -> None:
             say("refused", f"{verdict.runtime}: {why.line()}")
     for cls, count, sqnr in class_errors(outcome):
         say("closeness", f"{cls}: {count} layers, SQNR {db(sqnr)}")
+    for line in source_lines(plan, outcome.source_errors.items()):
+        say("carried", line)
     if verbose():
         for action in plan.actions:
             result = outcome.results.get(action.layer.prefix)

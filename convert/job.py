@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from qconvert.convert.proof import read_back
 from qconvert.convert.reading import read_source, refuse_senseless
 from qconvert.convert.shards import ShardWriter
 from qconvert.convert.sidecars import Sidecars
+from qconvert.convert.source_error import SourceError, decoded_layers, source_errors
 from qconvert.formats import digest, gguf_write
 from qconvert.formats.checkpoint import Checkpoint, dumps
 from qconvert.formats.containers import SUFFIXES
@@ -76,6 +77,8 @@ class Outcome:
     results: dict[str, Result]
     verdicts: tuple[Verdict, ...]
     seconds: float
+    #: What layers of a quantised source carry already, apart from `results`.
+    source_errors: Mapping[str, SourceError] = field(default_factory=dict)
 
 
 def default_output(source: Place, target: Target) -> Path:
@@ -191,6 +194,8 @@ def provenance(plan: Plan, request: Request, checkpoint: Checkpoint) -> dict[str
         "actions": kinds,
         "guesses": [finding.line() for finding in plan.guesses],
         "assumed": [assumption.text for assumption in request.assume],
+        # What these had lost before is the source's; measured errors are against its values.
+        "decoded_exactly": len(decoded_layers(plan)),
     } | ({"recipe": request.plan.recipe.provenance()} if request.plan.recipe else {})
 
 
@@ -272,7 +277,9 @@ def execute_plan(
             for out in outs:
                 out.withdraw()
             raise
-    return Outcome(plan, path, checkpoint.nbytes, writer.nbytes, results, verdicts, time.monotonic() - begun)
+    carried = source_errors(checkpoint, plan, backend)
+    seconds = time.monotonic() - begun
+    return Outcome(plan, path, checkpoint.nbytes, writer.nbytes, results, verdicts, seconds, carried)
 
 
 def final_output(request: Request, checkpoint: Checkpoint, plan: Plan) -> Place:

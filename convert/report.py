@@ -49,6 +49,10 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         else:
             value = decibels(result.signal, result.noise)
             entry["sqnr_db"] = value if math.isfinite(value) else "exact"
+        carried = outcome.source_errors.get(action.layer.prefix)
+        if carried is not None:
+            entry["source_decoded"] = "exact"
+            entry["source_sqnr_db_expected"] = "unknown" if carried.sqnr is None else carried.sqnr
     return document | {
         "source_bytes": outcome.source_bytes,
         "seconds": round(outcome.seconds, 3),

@@ -78,6 +78,13 @@ def decode(codes: Codes, options: Options) -> F32:
     return np.ascontiguousarray(spread.reshape(rows, k), np.float32)
 
 
+def rounding(codes: Codes, options: Options) -> F32:
+    """scale^2 / 12, as `Codec.rounding`."""
+    ones = {**codes, "q": np.ones_like(codes["q"]), "zero": np.zeros_like(codes["zero"])}
+    step = decode(ones, options)
+    return np.asarray(step * step / np.float32(12), np.float32)
+
+
 def centred(codes: Codes, options: Options) -> tuple[NDArray[np.uint8], NDArray[np.int16]]:
     """The same values about the one zero point 2^(bits-1): codes and zeros. Raises when a code does not fit."""
     half = 1 << (int(options["bits"]) - 1)

@@ -95,6 +95,9 @@ class Awq(Codec):
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
         return affine.decode(codes, options)
 
+    def rounding(self, codes: Codes, options: Options, backend: Backend) -> F32:
+        return affine.rounding(codes, options)
+
     def store(self, codes: Codes, options: Options, k: int) -> dict[str, Array]:
         return {
             "qweight": pack(codes["q"]),

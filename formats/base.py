@@ -176,6 +176,13 @@ class Codec(ABC):
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
         """[b-a, k] float32 in the stored basis (still rotated where the format rotates)."""
 
+    def rounding(self, codes: Codes, options: Options, backend: Backend) -> F32 | None:
+        """[b-a, k]: the squared error that each value may be expected to carry from having been rounded to this format.
+
+        See `formats.cells`. None where the codes do not tell.
+        """
+        return None
+
     def prepare(self, statistic: Any, options: Options, backend: Backend, quality: Quality) -> Codes:
         """What the whole tensor shares (tensor scale, codebook), from the amax (float) or the sampled rows."""
         return {}

@@ -104,6 +104,9 @@ class CompressedPacked(Codec):
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
         return affine.decode(codes, options)
 
+    def rounding(self, codes: Codes, options: Options, backend: Backend) -> F32:
+        return affine.rounding(codes, options)
+
 
 class CompressedInt(Codec):
     """int-quantized with groups or zero points. options: bits, group, symmetric, order, dtype. Read only.
@@ -177,6 +180,9 @@ class CompressedInt(Codec):
 
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
         return affine.decode(codes, options)
+
+    def rounding(self, codes: Codes, options: Options, backend: Backend) -> F32:
+        return affine.rounding(codes, options)
 
 
 def _columns(group: Group, weights: Mapping[str, Any], n: int, words: int, groups: int) -> int | str:

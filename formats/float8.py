@@ -25,6 +25,7 @@ from qconvert.formats.base import (
     is_row,
     is_scalar,
 )
+from qconvert.formats.cells import CELLS
 from qconvert.formats.dtypes import FLOATS, FP8
 from qconvert.formats.finding import Finding
 from qconvert.formats.quant_config import QuantConfig, quant_config, scheme_weights
@@ -216,6 +217,11 @@ class Float8(Codec):
         if options["scale"] == "none":
             return backend.to_f32(codes["q"], kind)
         return backend.fp8_decode(codes["q"], codes["scale"], kind)
+
+    def rounding(self, codes: Codes, options: Options, backend: Backend) -> F32:
+        one = np.uint8(0x38 if options["kind"] == "F8_E4M3" else 0x3C)
+        scale = self.decode({**codes, "q": np.full_like(codes["q"], one)}, options, backend)
+        return np.asarray(CELLS[options["kind"]][codes["q"]] * scale * scale, np.float32)
 
     def prepare(self, statistic: Any, options: Options, backend: Backend, quality: Quality) -> Codes:
         if options["scale"] == "scalar":

@@ -140,6 +140,9 @@ class Gptq(Codec):
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
         return affine.decode(codes, options)
 
+    def rounding(self, codes: Codes, options: Options, backend: Backend) -> F32:
+        return affine.rounding(codes, options)
+
     def encode(self, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality) -> Codes:
         bits, size = options["bits"], options["group"]
         return affine.encode_symmetric(x, bits, size, options["dtype"], backend, quality == "best")

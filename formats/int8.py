@@ -141,6 +141,10 @@ class Int8(Codec):
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
         return backend.int8_decode(codes["q"], codes["scale"])
 
+    def rounding(self, codes: Codes, options: Options, backend: Backend) -> F32:
+        step = self.decode({**codes, "q": np.ones_like(codes["q"])}, options, backend)
+        return np.asarray(step * step / np.float32(12), np.float32)
+
     def prepare(self, statistic: Any, options: Options, backend: Backend, quality: Quality) -> Codes:
         if options["scale"] == "scalar":
             return {

@@ -23,6 +23,7 @@ from qconvert.formats.base import (
     stored_k,
     up,
 )
+from qconvert.formats.cells import CELLS
 from qconvert.formats.finding import Finding
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
@@ -124,6 +125,10 @@ class Mxfp8(Codec):
 
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
         return cut(backend.mxfp8_decode(codes["q"], codes["block_scale"]), options)
+
+    def rounding(self, codes: Codes, options: Options, backend: Backend) -> F32:
+        scale = self.decode({**codes, "q": np.full_like(codes["q"], 0x38)}, options, backend)
+        return np.asarray(cut(CELLS["F8_E4M3"][codes["q"]], options) * scale * scale, np.float32)
 
     def encode(self, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality) -> Codes:
         q, scales = backend.mxfp8_encode(x, quality)

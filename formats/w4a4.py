@@ -79,6 +79,10 @@ class ConvRotW4A4(Codec):
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
         return backend.w4a4_decode(codes["q"], codes["scale"])
 
+    def rounding(self, codes: Codes, options: Options, backend: Backend) -> F32:
+        step = self.decode({**codes, "q": np.full_like(codes["q"], 0x11)}, options, backend)
+        return np.asarray(step * step / np.float32(12), np.float32)
+
     def encode(self, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality) -> Codes:
         q, scale = backend.w4a4_encode(x, quality)
         return {"q": q, "scale": scale}
