@@ -227,6 +227,17 @@ def test_rules_on_the_pages_are_those_of_the_code() -> None:
     assert all(severity in ("refuse", "trap", "environment", "note") for severity, _, _ in rules)
 
 
+def test_extras_that_are_named_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    named = {
+        extra
+        for path in DOCUMENTS
+        for group in re.findall(r"(?:qconvert|\.)\[([a-z,-]+)\]", path.read_text("utf-8"))
+        for extra in group.split(",")
+    }
+    assert {"report", "remote", "ray"} <= named <= set(extras)
+
+
 def test_links_lead_somewhere() -> None:
     for path in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text("utf-8")):
