@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from qconvert.convert.actions import Action, Plan
+from qconvert.convert.actions import Action, ConstOut, Plan
 from qconvert.formats.base import F32, Codes
 from qconvert.formats.calibrated import Moments, calibrates, encode_calibrated
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import QConvertError, UsageError
+from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
 
 MOMENT, INPUTS, AMAX = ".second_moment", ".inputs", ".input_amax"
@@ -202,4 +203,26 @@ def note_calibration(plan: Plan, path: Path | None, notes: tuple[str, ...] = ())
                 calibration.check_shape(names[action.layer.prefix], action.layer.k)
         note = f"calibration: {len(names)} layers are encoded for the least output error on recorded inputs"
         metadata = plan.metadata | {"qconvert_calibration": calibration.digest()}
-        return replace(plan, notes=(*plan.notes, *notes, note), metadata=metadata)
+        plan = replace(plan, notes=(*plan.notes, *notes, note), metadata=metadata)
+        return _with_input_scales(plan, calibration)
+
+
+def _with_input_scales(plan: Plan, calibration: Calibration) -> Plan:
+    """Static activation scales from recorded maxima, where the runtime would take 1.0 for a missing one."""
+    span = plan.target.static_range
+    if span is None:
+        return plan
+    actions, count = [], 0
+    for action in plan.actions:
+        layer, name = action.layer, f"{action.prefix}.input_scale"
+        amax = next(
+            (v for n in (layer.prefix, action.prefix) if (v := calibration.amax(n)) is not None), None
+        )
+        encoded = action.kind in ("quantise", "requantise") and action.codec.name == plan.target.linear
+        if amax is not None and encoded and all(out.name != name for out in action.outputs):
+            data = np.float32(amax / span).tobytes()
+            scale = ConstOut(name, Spec("F32", tuple(action.options.get("one", ()))), data)
+            action, count = replace(action, outputs=(*action.outputs, scale)), count + 1
+        actions.append(action)
+    note = f"calibration: {count} layers get an input_scale from the largest input recorded"
+    return replace(plan, actions=tuple(actions), notes=(*plan.notes, note))

@@ -54,5 +54,7 @@ class Target:
     #: Whether sglang's loaders of this target's config are judged by a contract; where they are not, only the
     #: format's own rules and `family_runtime`'s knowledge of fused projections are asked.
     gated: bool = True
+    #: For runtimes that take 1.0 where input_scale is missing: it is the recorded largest input over this.
+    static_range: float | None = None
     #: Whose fused projections and unserved layers the model families are asked for (a contract's name).
     family_runtime: str | None = None

@@ -163,11 +163,12 @@ OTHER_TARGETS: tuple[Target, ...] = (
     _target(
         "modelopt_nvfp4", "sglang", "a ModelOpt nvfp4 folder: low nibble first, row-major scales, config.json",
         "modelopt_nvfp4", _nvfp4(), companions=_STATIC, sidecars=_config(_modelopt), header=_modelopt_header,
+        static_range=448.0 * 6,
     ),
     _target(
         "modelopt_fp8", "sglang", "a ModelOpt fp8 folder: one scale a layer, config.json",
         "float8", _fp8("scalar", static=True), companions=_STATIC, sidecars=_config(_modelopt),
-        header=_modelopt_header,
+        header=_modelopt_header, static_range=448.0,
     ),
     _target(
         "rowwise_fp8", "sglang", "fp8 with a scale a row, listed in the header (format_version 1.1)",

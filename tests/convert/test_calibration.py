@@ -234,6 +234,30 @@ def test_conversion_with_a_file(model_file: Path, layer: Any, backend: Any, tmp_
         assert "plan_sha256" in json.loads(checkpoint.metadata["qconvert"])
 
 
+@pytest.mark.parametrize(("target", "span"), [("modelopt_fp8", 448), ("modelopt_nvfp4", 2688)])
+def test_recorded_maxima_become_static_scales(
+    target: str, span: float, model_file: Path, layer: Any, tmp_path: Path
+) -> None:
+    moments, folder = tmp_path / "m.safetensors", tmp_path / "out"
+    amax = np.float32(np.abs(layer["seen"]).max())
+    write_calibration(
+        moments,
+        {
+            "blocks.0.fc.second_moment": layer["seen"].T @ layer["seen"] / np.float32(2000),
+            "blocks.0.fc.input_amax": np.asarray(amax),
+        },
+    )
+    with opened(model_file) as checkpoint:
+        outcome = run_job(Request(model_file, target, output=folder, calibration=moments), checkpoint)
+    assert outcome.verdicts and all(verdict.accepted for verdict in outcome.verdicts)
+    assert any(note.startswith("calibration: 1 layers get an input_scale") for note in outcome.plan.notes)
+    with opened(Path(str(outcome.output))) as checkpoint:
+        scale = checkpoint.tensors["blocks.0.fc.input_scale"]
+        assert scale.dtype == "F32" and scale.shape == ()
+        assert checkpoint.read(scale.name).reshape(-1)[0] == pytest.approx(amax / span)
+        assert "blocks.1.fc.input_scale" not in checkpoint.tensors
+
+
 @pytest.mark.parametrize("target", ["convrot_int8", "comfyui:float8_e4m3fn", "kitchen_w4a8"])
 def test_threads_and_pieces_do_not_change_the_bytes(
     target: str, model_file: Path, layer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
