@@ -60,7 +60,8 @@ def _compiling(
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        tile = ", ".join(f"{key} {kwargs[key]}" for key in ("BM", "BN", "BK", "FLIP") if key in kwargs)
+        keys = ("BM", "BN", "BK", "FLIP") if "BM" in kwargs else ()
+        tile = ", ".join(f"{key} {kwargs[key]}" for key in keys if key in kwargs)
         found.append((self.__name__, tile, kernel))
         return kernel
 

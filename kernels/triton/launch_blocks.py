@@ -6,7 +6,7 @@ import torch
 from qconvert.kernels.api import Quality
 from qconvert.kernels.search import NVFP4_OFFSETS
 from qconvert.kernels.triton import blocks
-from qconvert.kernels.triton.launch import OPTIONS, answer, bits_of, kind_of, like, up2
+from qconvert.kernels.triton.launch import OPTIONS, answer, bits_of, kind_of, like, up2, warps
 from torch import Tensor
 
 
@@ -19,9 +19,10 @@ def _block_scales(r: int, count: int, swizzle: bool, device: torch.device) -> tu
 
 
 def _block_tile(r: int, count: int, width: int) -> dict[str, int]:
-    """A few rows only: long runs of blocks; else whole scale tiles, 128 x 4."""
+    """A few rows only: long runs of blocks; else whole scale tiles, 128 x 4. Threads for all of it: 32 values each."""
     many = min(128, up2(r))
-    return {"ROWS": many, "BLOCKS": max(4, min(4096 // (many * width), up2(count)))}
+    blocks_each = max(4, min(4096 // (many * width), up2(count)))
+    return {"ROWS": many, "BLOCKS": blocks_each, "num_warps": warps(many * blocks_each * width)}
 
 
 def _block_grid(r: int, count: int, tile: dict[str, int]) -> tuple[int, int]:
