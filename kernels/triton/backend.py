@@ -33,7 +33,7 @@ def _on_lane(
     """The method on its thread's stream."""
 
     @wraps(method)
-    def run(self: TritonBackend, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(self: TritonBackend, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self.lanes.entered():
             return method(self, *args, **kwargs)
 

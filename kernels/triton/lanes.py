@@ -29,9 +29,10 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         gpu = device.type == "cuda"
-        self.stream: Any = torch.cuda.Stream(device) if gpu else None
+        cuda: Any = torch.cuda
+        self.stream: Any = cuda.Stream(device) if gpu else None
         #: When a buffer's bytes have left it.
-        self._free: list[Any] = [torch.cuda.Event() if gpu else None for _ in range(2)]
+        self._free: list[Any] = [cuda.Event() if gpu else None for _ in range(2)]
         self._buffers = [self._room(0), self._room(0)]
         self._down = self._room(0)
         self._turn = 0

@@ -49,6 +49,7 @@ def _bytes(k: int = K, r: int = R) -> Tensor:
 
 
 def _values() -> Iterator[Sample]:
+    run: Callable[[], object]
     for out in ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"):
         run = partial(launch.cast, _floats("F32"), "F32", out)
         yield Sample(f"cast F32 to {out}", run, core=out == "F8_E4M3")
@@ -76,6 +77,7 @@ def _values() -> Iterator[Sample]:
 
 
 def _rows() -> Iterator[Sample]:
+    run: Callable[[], object]
     for code in ("int8", "int7", "int4", "e4m3", "e5m2"):
         yield Sample(f"quantise_rows {code} BF16", partial(launch_rows.quantise_rows, _floats(), code))
     for kind in ("F32", "F16"):
@@ -110,6 +112,7 @@ def _rows() -> Iterator[Sample]:
 
 
 def _blocks() -> Iterator[Sample]:
+    run: Callable[[], object]
     one, fours, bytes_ = torch.ones(()), _bytes(K // 2), _bytes()
     for kind in FLOATS:
         x, bf16 = _floats(kind), kind == "BF16"
