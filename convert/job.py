@@ -262,6 +262,8 @@ def execute_plan(
             results = run_on_ray(request, checkpoint, writer, outs, executor, progress)
         else:
             results = writer.run(outs, executor)
+        for out in outs:
+            out.journal.begin_flush()
         checkpoint.check_unchanged()
         with writer.written(outs) as written:
             written.config = beside.config() if sidecars else written.config

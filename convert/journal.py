@@ -112,25 +112,36 @@ class Journal:
         with self._lock:
             self._raise()
             self._waiting.append({"key": key, **facts})
-            if self._noting is None and time.monotonic() - self._last >= FLUSH_SECONDS:
-                self._noting = threading.Thread(target=self._note, daemon=True)
-                self._noting.start()
+            if time.monotonic() - self._last >= FLUSH_SECONDS:
+                self._begin()
+
+    def begin_flush(self) -> None:
+        """Let the device take what was written while the caller does something else."""
+        with self._lock:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._noting is None:
+            self._noting = threading.Thread(target=self._note, daemon=True)
+            self._noting.start()
 
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
 
     def _note(self) -> None:
-        """One flush, beside the work. What is added meanwhile waits for the next one."""
-        with self._lock:
-            ready, self._waiting = self._waiting, []
-        try:
-            self._write(ready)
-        except BaseException as error:
-            self._error = error
-        with self._lock:
-            self._last = time.monotonic()
-            self._noting = None
+        """Flush beside the work, again and again while there is something to note: the device is never idle."""
+        while True:
+            with self._lock:
+                ready, self._waiting = self._waiting, []
+                if not ready or self._error is not None:
+                    self._last = time.monotonic()
+                    self._noting = None
+                    return
+            try:
+                self._write(ready)
+            except BaseException as error:
+                self._error = error
 
     def _write(self, ready: list[Record]) -> None:
         self._flush()
