@@ -99,6 +99,8 @@ class Plan:
     quality: Literal["fast", "best"] = "best"
     dtype: str = "BF16"
     families: tuple[str, ...] = field(default=())
+    #: Why the runtime's loader for this model stops at the output, although it meets the format's rules.
+    not_served: tuple[str, ...] = field(default=())
 
     @property
     def guesses(self) -> list[Finding]:

@@ -110,6 +110,7 @@ def make_plan(
         quality=options.quality,
         dtype=options.dtype,
         families=book.family_ids,
+        not_served=tuple(dict.fromkeys(book.not_served)),
     )
 
 

@@ -24,6 +24,10 @@ class RoleBook:
         self._runtime = contracts[0].name if contracts else target.family_runtime
         self._format = codec(target.linear).name
         self._rules: dict[str, RuntimeRules | None] = {}
+        #: Whether layers will carry ComfyUI's markers: folders and headers are read by loaders of other kinds.
+        self._marked = target.sidecars is None and target.header is None
+        #: Why loaders of the chosen layers' models stop at such files (filled by `refuse_or_note`).
+        self.not_served: list[str] = []
 
     def _match(self, layer: Layer) -> FamilyMatch | None:
         return owner(self.matches, layer.prefix)
@@ -50,6 +54,10 @@ class RoleBook:
                     f"{self._runtime} takes no {self._format} file of {match.title}: {why}",
                     hint="`qconvert targets` lists the others",
                 )
+            stops = rules.not_served() if self._marked else None
+            if stops:
+                self.not_served.append(stops)
+                notes.append(stops)
             notes += [*rules.missing(), *rules.notes()]
             count = rules.max_layers()
             beyond = sum(1 for layer in match.layers if rules.beyond(layer))

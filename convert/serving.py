@@ -30,6 +30,8 @@ def component_of(matches: tuple[FamilyMatch, ...], prefixes: set[str]) -> str | 
 
 def serving(plan: Plan, path: Place, component: str | None) -> list[str]:
     """Lines that say how the output is served; none for targets whose libraries are called from Python."""
+    if plan.not_served:
+        return [f"not by this version: {why}" for why in plan.not_served]
     folder = plan.target.sidecars is not None
     if plan.target.runtime == "comfyui":
         where = COMFYUI_FOLDERS.get(component or "", "models/checkpoints")

@@ -163,6 +163,10 @@ class RuntimeRules:
         """Why the output must be one file, named itself."""
         return self._first("single_file")
 
+    def not_served(self) -> str | None:
+        """Why the runtime's loader for this model stops at such a file, although nothing in it breaks a rule."""
+        return self._first("not_served")
+
     def notes(self) -> tuple[str, ...]:
         """What a user should know before trying."""
         return tuple(rule.why for rule in self._of("note"))

@@ -15,7 +15,8 @@ Kind = Literal["linear", "embedding", "protected", "other"]
 #: keep_unquantised: these layers must be plain. refuse_target: the runtime cannot take this family in this format.
 #: strip_prefix: names must be bare. single_file: no shards, no folder. max_layers: blocks from `count` on are not
 #: read and must be plain. must_be_present: the loader fails without them. no_full_precision: these layers cannot
-#: carry full_precision_matrix_mult. note: worth telling the user, decides nothing.
+#: carry full_precision_matrix_mult. not_served: the format's rules are met, but this model's loader stops; told, and
+#: no command that serves the file is given. note: worth telling the user, decides nothing.
 Effect = Literal[
     "keep_unquantised",
     "refuse_target",
@@ -24,6 +25,7 @@ Effect = Literal[
     "max_layers",
     "must_be_present",
     "no_full_precision",
+    "not_served",
     "note",
 ]
 

@@ -69,11 +69,11 @@ def test_a_text_encoder_for_sglang(tmp_path: Path) -> None:
 def test_a_part_of_an_all_in_one_file(tmp_path: Path) -> None:
     header = {
         **s.prefixed(s.skeleton("flux2_klein_4b"), "model.diffusion_model."),
-        **s.prefixed(s.skeleton("qwen3_06b"), "text_encoders.qwen3_06b.transformer."),
+        **s.prefixed(s.skeleton("qwen3vl_4b"), "text_encoders.qwen3vl.transformer."),
     }
     told = lines(tmp_path, header, "convrot_int8", component="text_encoder")[0]
     assert "--component-weights-paths.text_encoder" in told
-    assert "--transformer-weights-path" in lines(tmp_path, header, "convrot_int8", component="diffusion")[0]
+    assert "--transformer-weights-path" in lines(tmp_path, header, "comfy_nvfp4", component="diffusion")[0]
     assert lines(tmp_path, header, "comfyui:nvfp4") == ["put it into ComfyUI's models/checkpoints"]
     # Nothing serves all of it as one file there.
     assert lines(tmp_path, header, "bf16") == []
@@ -105,6 +105,19 @@ def test_an_unknown_model_is_told_both_ways(tmp_path: Path) -> None:
 
 def test_libraries_that_are_called_from_python_have_no_command(tmp_path: Path) -> None:
     assert lines(tmp_path, UNKNOWN, "diffusers_bfl_fp8") == []
+
+
+def test_no_command_is_given_that_is_known_to_fail(tmp_path: Path) -> None:
+    """sglang 0.5.23 stops at such files of such models, whatever the contract says of their layers."""
+    (told,) = lines(tmp_path, s.skeleton("wan21_t2v_1_3b"), "kitchen_w4a4")
+    assert told.startswith(
+        "not by this version: sglang 0.5.23 resolves these markers for the transformers of"
+    )
+    (told,) = lines(tmp_path, s.skeleton("qwen3_06b"), "convrot_int8")
+    assert told.startswith(
+        "not by this version: sglang 0.5.23 consumes ComfyUI markers in Qwen3-VL's encoder only"
+    )
+    assert "sglang serve" in lines(tmp_path, s.skeleton("minimax_h3_pruned"), "kitchen_w4a4")[0]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="quoted for another shell there")

@@ -225,7 +225,7 @@ def test_qwen_image_21_in_sglang() -> None:
             assert "outside the blocks" in (rules.keep_unquantised(outside) or "")
         assert rules.refuse_target() is None
         assert rules.strip_prefix() is None
-        assert rules.notes() == ()
+        assert rules.notes() == () and rules.not_served() is None
     assert "nvfp4" in (match.runtime_rules(SGLANG, "comfy_nvfp4").refuse_target() or "")
     assert match.runtime_rules(SGLANG, "mxfp8").refuse_target()
     wrapped = match_of("qwen_image_21", prefix="model.diffusion_model.").runtime_rules(SGLANG, "int8")
@@ -238,7 +238,7 @@ def test_z_image_and_minimax_h3_in_sglang() -> None:
     rules = match.runtime_rules(SGLANG, "int8")
     assert "scales would be lost" in (rules.keep_unquantised("layers.3.attention.qkv") or "")
     assert rules.keep_unquantised("layers.3.attention.out") is None
-    assert rules.notes()
+    assert "no supported native quantization declaration" in (rules.not_served() or "")
     assert match.fused_groups(["layers.0.feed_forward.w3", "layers.0.feed_forward.w1"]) == [
         ("layers.0.feed_forward.w1", "layers.0.feed_forward.w3")
     ]
@@ -246,7 +246,7 @@ def test_z_image_and_minimax_h3_in_sglang() -> None:
     for target in ("mxfp8", "nvfp4", "int8", "w4a8", "float8"):
         rules = match.runtime_rules(SGLANG, target)
         assert (rules.refuse_target(), rules.strip_prefix()) == (None, None)
-        assert bool(rules.notes()) == (target != "int8")
+        assert bool(rules.notes()) == (target != "int8") and rules.not_served() is None
         assert rules.keep_unquantised("model.diffusion_model.final_layer.video_out")
         assert rules.keep_unquantised("model.diffusion_model.blocks.7.mlp.fc2") is None
         qkv = rules.no_full_precision("model.diffusion_model.blocks.7.attn.qkv_proj")
@@ -300,8 +300,8 @@ def test_names_of_formats_and_versions() -> None:
         assert match.runtime_rules(runtime, "something_else").single_file()
         assert match.runtime_rules(runtime, "something_else").refuse_target() is None
     assert match.runtime_rules("sglangish", "mxfp8").rules == ()
-    assert "Qwen3-VL's encoder only" in match.runtime_rules("sglang", "w4a8").notes()[0]
-    assert match_of("qwen3vl_8b").runtime_rules("sglang", "w4a8").notes() == ()
+    assert "Qwen3-VL's encoder only" in str(match.runtime_rules("sglang", "w4a8").not_served())
+    assert match_of("qwen3vl_8b").runtime_rules("sglang", "w4a8").not_served() is None
 
 
 def test_every_text_for_people_is_one_line_without_a_full_stop() -> None:
