@@ -35,11 +35,9 @@ PIECE_ELEMENTS = 1 << 20
 #: Bytes that a piece holds at its peak for each of its elements: source, float32 before and after a rotation,
 #: codes, and the values decoded again to measure the error.
 BYTES_PER_ELEMENT = 24
-#: Elements that a table is fitted on at most (FORMATS, w4a8: 2^22 / K rows).
-SAMPLE_ELEMENTS = 1 << 22
+#: Elements that a table or a tensor scale is fitted on at most.
+SAMPLE_ELEMENTS = 1 << 18
 SAMPLE_ROWS = 16
-#: Elements that a tensor scale is fitted on at most.
-FIT_ELEMENTS = 1 << 18
 #: `--memory`: bytes of buffers.
 DEFAULT_MEMORY = 512 << 20
 
@@ -317,18 +315,18 @@ class Executor:
 
     def _sample_job(self, task: _Task) -> Callable[[], None]:
         def job() -> None:
-            sample = self._sample(task, SAMPLE_ELEMENTS)
+            sample = self._sample(task)
             self._finite_amax(task, sample, 0)
             self._prepare(task, sample)
 
         return job
 
-    def _sample(self, task: _Task, elements: int) -> F32:
+    def _sample(self, task: _Task) -> F32:
         """Rows in short runs, evenly through the layer."""
         layer = task.action.layer
         step = lcm(SAMPLE_ROWS, layer.codec.row_step(layer.options))
         blocks = -(-layer.n // step)
-        count = max(1, min(blocks, elements // max(layer.k, 1) // step))
+        count = max(1, min(blocks, SAMPLE_ELEMENTS // max(layer.k, 1) // step))
         picked = [block * blocks // count for block in range(count)]
         return np.concatenate([self._values(task, i * step, min((i + 1) * step, layer.n)) for i in picked])
 
@@ -343,7 +341,7 @@ class Executor:
     def _fit_job(self, task: _Task) -> Callable[[], None]:
         def job() -> None:
             action = task.action
-            sample = self._sample(task, FIT_ELEMENTS)
+            sample = self._sample(task)
             task.common = action.codec.fit(task.common, sample, action.options, self.backend)
             self._push_front(self._encode_jobs(task))
 
