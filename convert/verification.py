@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from qconvert.convert.reading import read_source
 from qconvert.convert.screen import say, say_rows, verbose
 from qconvert.convert.text import db, parse_size
 from qconvert.formats.base import F32
-from qconvert.formats.checkpoint import dumps, opened
+from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.digest import check_digests
 from qconvert.formats.errors import UsageError
 from qconvert.formats.layers import Layer, take_inventory
@@ -32,6 +33,8 @@ from qconvert.runtime.verify import CHUNK_ELEMENTS, LayerMatch, compare_files, d
 WORST = 8
 #: Bytes that comparing a chunk takes at its peak for each of its elements: both sides stored, decoded and rotated.
 BYTES_PER_ELEMENT = 40
+#: Elements of the smallest chunks that are worth their overhead.
+LEAST_ELEMENTS = 1 << 16
 
 
 def run_verify(
@@ -75,12 +78,13 @@ def run_verify(
         return None
 
     computes = get_backend(chosen_backend(backend, device))
-    threads = min(jobs or os.cpu_count() or 1, parse_size(memory) // (CHUNK_ELEMENTS * BYTES_PER_ELEMENT))
+    budget = parse_size(memory)
     with ExitStack() as stack:
         a, b = stack.enter_context(opened(source)), stack.enter_context(opened(target))
         recorded = stack.enter_context(opened(activations)) if activations else None
         # The target is read as its markers say, for so will the runtime.
         left, right = read_source(a)[0], take_inventory(b)
+        threads, elements = shares(budget, jobs or os.cpu_count() or 1, left.layers.values(), recorded)
         advance = stack.enter_context(
             progress_bar(sum(layer.nbytes for layer in left.layers.values()), as_json)
         )
@@ -91,7 +95,8 @@ def run_verify(
             rename=renamed if rules else None,
             max_rows=sample,
             activations=recorded_inputs(recorded, computes) if recorded else at_random,
-            jobs=max(1, threads),
+            jobs=threads,
+            elements=elements,
             progress=advance,
         )
     bad = [
@@ -110,7 +115,7 @@ def run_verify(
                     "ok": not problems,
                     "sqnr_db": _number(found.total()),
                     "problems": problems,
-                    "layers": [_match_json(m) for m in found.matches],
+                    "layers": [_match_json(m) for m in sorted(found.matches, key=lambda m: m.sqnr)],
                 }
             )
         )
@@ -126,6 +131,21 @@ def run_verify(
         )
     if problems:
         sys.exit(1)
+
+
+def shares(memory: int, jobs: int, layers: Iterable[Layer], recorded: Checkpoint | None) -> tuple[int, int]:
+    """Threads, and elements that each decodes at a time, so that all of them stay within `memory` bytes.
+
+    A chunk holds 128 rows at least; where that takes more than the memory there is, one thread does it.
+    """
+    widest = 128 * max((layer.k for layer in layers), default=0)
+    inputs = max((tensor.nbytes for tensor in recorded.tensors.values()), default=0) if recorded else 0
+    # Recorded inputs are held as they are stored and, at most twice, in float32.
+    fixed = inputs * 5
+    least = max(LEAST_ELEMENTS, widest) * BYTES_PER_ELEMENT + fixed
+    threads = max(1, min(jobs, memory // least))
+    elements = (memory // threads - fixed) // BYTES_PER_ELEMENT
+    return threads, max(LEAST_ELEMENTS, min(CHUNK_ELEMENTS, elements))
 
 
 def _print_matches(matches: list[LayerMatch]) -> None:

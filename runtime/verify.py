@@ -105,18 +105,23 @@ def compare_layer(
     *,
     max_rows: int | None = None,
     activations: F32 | None = None,
+    elements: int = CHUNK_ELEMENTS,
 ) -> LayerMatch:
     """Decode both sides and compare. `max_rows`: only that many rows, in evenly spaced blocks of 128.
 
     `activations` [S, K]: inputs that outputs are compared on; seeded random ones when None.
-    pre_quant_scale is applied on both sides unless both carry one (then stored weights are compared).
+    pre_quant_scale is applied on both sides unless both carry one: then stored weights are compared, on inputs that
+    the source's was applied to. `elements`: how many are decoded at a time, but never fewer than 128 rows.
     """
     layer = source.layer
     n, k = min(source.layer.n, target.layer.n), layer.k
     fold = _fold(layer, target.layer)
-    spans = _spans(n, k, max_rows)
+    spans = _spans(n, k, max_rows, elements)
     if activations is None and layer.ndim == 2 and k:
         activations = _activations(layer.prefix, k, PROBES)
+    elif activations is not None and not fold and not layer.experts:
+        factor = input_factor(layer, LayerReader(source.checkpoint, layer), backend)
+        activations = activations if factor is None else activations * factor
     signal = noise = out_signal = out_noise = 0.0
     for x, y in zip(source.chunks(spans, backend, fold), target.chunks(spans, backend, fold), strict=True):
         s, e = backend.error(x, y)
@@ -140,8 +145,8 @@ def compare_layer(
     )
 
 
-def _spans(n: int, k: int, max_rows: int | None) -> list[tuple[int, int]]:
-    step = max(128, CHUNK_ELEMENTS // max(k, 1) // 128 * 128)
+def _spans(n: int, k: int, max_rows: int | None, elements: int) -> list[tuple[int, int]]:
+    step = max(128, elements // max(k, 1) // 128 * 128)
     if max_rows is None or max_rows >= n:
         return [(a, min(a + step, n)) for a in range(0, n, step)]
     blocks = -(-n // 128)
@@ -197,6 +202,7 @@ def compare_files(
     max_rows: int | None = None,
     activations: Callable[[Layer], F32 | None] = lambda layer: None,
     jobs: int = 1,
+    elements: int = CHUNK_ELEMENTS,
     progress: Callable[[int], object] | None = None,
 ) -> Comparison:
     """Every layer that both files have, and the tensors that belong to no layer.
@@ -211,7 +217,12 @@ def compare_files(
         if (a.n, a.k, a.experts) != (b.n, b.k, b.experts):
             return f"{a.prefix}: [{a.n}, {a.k}] against [{b.n}, {b.k}]"
         match = compare_layer(
-            Side(source[0], a), Side(target[0], b), backend, max_rows=max_rows, activations=activations(a)
+            Side(source[0], a),
+            Side(target[0], b),
+            backend,
+            max_rows=max_rows,
+            activations=activations(a),
+            elements=elements,
         )
         if progress:
             progress(a.nbytes)
