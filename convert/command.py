@@ -227,6 +227,11 @@ def print_outcome(outcome: Outcome) -> None:
         say("closeness", f"{cls}: {count} layers, SQNR {db(sqnr)}")
     for line in source_lines(plan, outcome.source_errors.items()):
         say("carried", line)
+    for action in plan.actions:
+        result = outcome.results.get(action.layer.prefix)
+        if result is not None and result.lost:
+            rows = f"{result.lost} of {action.layer.n} rows are smaller than {action.method} can scale, and are zero"
+            say("note", f"{action.prefix}: {rows}")
     if verbose():
         for action in plan.actions:
             result = outcome.results.get(action.layer.prefix)

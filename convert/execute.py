@@ -29,6 +29,7 @@ from qconvert.formats.header import Layout
 from qconvert.formats.reader import LayerReader
 from qconvert.formats.values import change_basis, input_factor
 from qconvert.kernels.api import Backend
+from qconvert.kernels.search import SCALE_FLOOR
 
 #: Elements of a piece: large enough to hide Python's overhead, small enough for the cache.
 PIECE_ELEMENTS = 1 << 20
@@ -66,6 +67,8 @@ class Result:
     signal: float = 0.0
     noise: float = 0.0
     probes: list[Probe] = field(default_factory=list)
+    #: Rows that were not zero and became zero: smaller than the format's least scale.
+    lost: int = 0
 
 
 @dataclass
@@ -84,6 +87,7 @@ class _Task:
     common: Codes = field(default_factory=dict)
     energies: dict[int, tuple[float, float]] = field(default_factory=dict)
     probes: list[Probe] = field(default_factory=list)
+    lost: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -95,6 +99,7 @@ class _Task:
         if "energy" in record:
             signal, noise = record["energy"]
             self.energies[a] = (signal, noise)
+        self.lost += record.get("lost", 0)
         if "probe" in record:
             b, signal, noise = record["probe"]
             self.probes.append(Probe(self.unit.expert, a, b, signal, noise))
@@ -374,6 +379,9 @@ class Executor:
                         hint="choose a wider --dtype or target",
                     )
                 facts["energy"] = energy
+                lost = lost_rows(codes, x, y)
+                if lost:
+                    facts["lost"] = lost
                 if a == 0 or b == layer.n:
                     head = self.backend.error(x[:PROBE_ROWS], y[:PROBE_ROWS])
                     facts["probe"] = (min(a + PROBE_ROWS, b), *head)
@@ -425,7 +433,17 @@ class Executor:
                 result.signal += task.energies[a][0]
                 result.noise += task.energies[a][1]
             result.probes += sorted(task.probes, key=lambda probe: probe.a)
+            result.lost += task.lost
         return results
+
+
+def lost_rows(codes: Codes, x: F32, y: F32) -> int:
+    """Rows of `x` that hold something and whose decoded `y` hold nothing, among those with the least row scale."""
+    scale = codes.get("scale", codes.get("s_channel"))
+    if scale is None or scale.shape[:1] != x.shape[:1] or scale.dtype != np.float32:
+        return 0
+    least = np.flatnonzero(scale.reshape(len(x), -1).max(axis=1) <= np.float32(16 * SCALE_FLOOR))
+    return int(np.count_nonzero(x[least].any(axis=1) & ~y[least].any(axis=1))) if least.size else 0
 
 
 def _copy_in_kernel(source: int, target: int, start: int, offset: int, size: int) -> bool:

@@ -37,8 +37,12 @@ from qconvert.runtime.contracts.registry import contracts_of, get_contract
 from qconvert.runtime.families import detect
 from qconvert.runtime.sidecars import LayerForm, OutputForm, folder_file
 from qconvert.runtime.targets import Target, get_target
+from qconvert.runtime.verify import decibels
 
 import qconvert
+
+#: Noise over signal from which on a layer counts as lost (3 dB). The worst format on the worst weights has 10 dB.
+LEFT = 0.5
 
 
 @dataclass(frozen=True)
@@ -265,6 +269,7 @@ def execute_plan(
         for out in outs:
             out.journal.begin_flush()
         checkpoint.check_unchanged()
+        refuse_nothing_left(plan, results, str(checkpoint.path))
         with writer.written(outs) as written:
             written.config = beside.config() if sidecars else written.config
             verdicts = tuple(contract.check(written.view()) for contract in plan.contracts)
@@ -282,6 +287,20 @@ def execute_plan(
     carried = source_errors(checkpoint, plan, backend)
     seconds = time.monotonic() - begun
     return Outcome(plan, path, checkpoint.nbytes, writer.nbytes, results, verdicts, seconds, carried)
+
+
+def refuse_nothing_left(plan: Plan, results: dict[str, Result], file: str) -> None:
+    """Raise for a layer whose values the format could not hold: too small for its scales, or too large."""
+    for action in plan.actions:
+        result = results.get(action.layer.prefix)
+        if result is not None and result.signal > 0 and result.noise >= LEFT * result.signal:
+            raise QConvertError(
+                f"{action.method} cannot hold these values: nothing would be left of them",
+                file=file,
+                layer=action.layer.prefix,
+                found=f"SQNR {decibels(result.signal, result.noise):.1f} dB",
+                hint=f"--keep '{action.layer.prefix}' leaves the layer as it is",
+            )
 
 
 def final_output(request: Request, checkpoint: Checkpoint, plan: Plan) -> Place:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from qconvert.convert.actions import Action, CopyOut, Plan
 from qconvert.convert.execute import PROBE_ROWS, Probe, Result
 from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.layers import Layer, take_inventory
 from qconvert.formats.values import seen_as
@@ -15,6 +17,8 @@ from qconvert.runtime.verify import Side, compare_rows, decibels
 
 #: Bytes at either end of a copied tensor that are compared.
 _ENDS = 1 << 16
+#: No scale: with codes of up to 448 it is beyond float32.
+_TOO_LARGE = 7e35
 #: Options that say how a layer computes, not what its codes stand for.
 _NO_VALUES = frozenset({"full_precision"})
 
@@ -44,6 +48,8 @@ def read_back(
                 "the written file does not hold this layer as planned", file=str(path), layer=action.prefix
             )
         _same_ends(checkpoint, written, action, path)
+        if not action.transforms:
+            _finite_scales(checkpoint, action.layer)
         if not action.transforms and _read_alike(action.layer, layer):
             continue
         source, target = Side(checkpoint, action.layer), Side(written, layer)
@@ -61,6 +67,25 @@ def read_back(
                     expected=f"{decibels(signal, probe.noise):.1f} dB",
                     hint="this is a fault of qconvert; please report it",
                 )
+
+
+def _finite_scales(checkpoint: Checkpoint, layer: Layer) -> None:
+    """Raise for scales that are NaN or Inf where codes are taken over: what is computed is looked at on the way."""
+    for suffix in sorted(layer.owned):
+        tensor = layer.tensors.get(suffix)
+        if tensor is None or suffix == "weight" or tensor.dtype not in FLOATS:
+            continue
+        raw = checkpoint.read(tensor.name)
+        values = (raw.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else raw
+        bad = int(values.size - np.count_nonzero(np.abs(values) < _TOO_LARGE))
+        if bad:
+            raise QConvertError(
+                f"{suffix} holds NaN or Inf, or overflows with its codes",
+                file=str(checkpoint.files[tensor.file]),
+                layer=layer.prefix,
+                found=f"{bad} of {values.size} values",
+                hint="get the file again",
+            )
 
 
 def _read_alike(layer: Layer, other: Layer) -> bool:

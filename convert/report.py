@@ -48,7 +48,9 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
             entry["sqnr_db"] = "exact"
         else:
             value = decibels(result.signal, result.noise)
-            entry["sqnr_db"] = value if math.isfinite(value) else "exact"
+            entry["sqnr_db"] = value if math.isfinite(value) else "exact" if value > 0 else "none"
+            if result.lost:
+                entry["rows_lost"] = result.lost
         carried = outcome.source_errors.get(action.layer.prefix)
         if carried is not None:
             entry["source_decoded"] = "exact"

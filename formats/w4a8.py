@@ -71,7 +71,8 @@ class W4A8(Codec):
         n, width = weight.shape[-2:]
         groups = rel.shape[-1]
         stated = marker.get("group_size") if marker else None
-        found = self._shape(width, groups, stated)
+        fitting = self._shapes(width, groups, stated)
+        found = fitting[0] if fitting else None
         if found is None or rel.shape[-2] != n:
             return f"{source} {rel} does not fit a packed weight {weight} with group_size {stated}"
         k, g, bits = found
@@ -91,6 +92,18 @@ class W4A8(Codec):
             findings.append(
                 Finding(
                     "guess", f"group_size {stated} does not fit the tensors; {g} does", group.prefix, f"{rel}"
+                )
+            )
+        if marker is not None and g != stated and len(fitting) > 1:
+            other = fitting[1]
+            findings.append(
+                Finding(
+                    "guess",
+                    f"the marker does not tell {bits} bit in groups of {g} from {other[2]} bit in groups of "
+                    f"{other[1]}; taken as {bits} bit",
+                    group.prefix,
+                    f"weight {weight}, {source} {rel}; --assume 'REGEX=asym_w4a8_int8,group_size={other[1]}' "
+                    "says the other",
                 )
             )
         if rel.dtype == "U8":
@@ -145,8 +158,8 @@ class W4A8(Codec):
         return Recognition(self.name, n, k, options, frozenset(owned), tuple(findings), experts)
 
     @staticmethod
-    def _shape(width: int, groups: int, stated: Any) -> tuple[int, int, int] | None:
-        """(K, G, bits) from a packed row width and the number of groups; what the marker states wins if it fits."""
+    def _shapes(width: int, groups: int, stated: Any) -> list[tuple[int, int, int]]:
+        """(K, G, bits) that fit a packed row width and the number of groups; first the one of the stated group."""
         candidates = []
         for bits in (4, 6):
             k = width * 8 // bits
@@ -158,10 +171,7 @@ class W4A8(Codec):
                 and group_fits(k // groups)
             ):
                 candidates.append((k, k // groups, bits))
-        for candidate in candidates:
-            if candidate[1] == (stated or DEFAULT_G):
-                return candidate
-        return candidates[0] if candidates else None
+        return sorted(candidates, key=lambda candidate: candidate[1] != (stated or DEFAULT_G))
 
     def refusal(self, n: int, k: int, options: Options) -> str | None:
         g, rotation = options["group"], self.rotation(options)

@@ -79,7 +79,8 @@ def anything(r: Random) -> Any:
     if kind == 4:
         return r.choice(words())
     if kind == 5:
-        return r.choice(CONSTANTS)
+        # A copy: what is put into a document may be changed there.
+        return json.loads(json.dumps(r.choice(CONSTANTS)))
     if kind == 6:
         return [anything(r) for _ in range(r.randrange(4))]
     return {r.choice(words()): anything(r) for _ in range(r.randrange(4))}

@@ -179,6 +179,23 @@ def test_the_marked_group_size_tells_4_bits_from_6(
         assert (layer.k, layer.options["bits"]) == (k, 4 if k == 384 else 6)
 
 
+@pytest.mark.parametrize("stated", [None, 40])
+def test_a_marker_that_does_not_tell_4_bits_from_6_is_a_guess(
+    stated: int | None, d: ModuleType, rng: Rng, take: Callable[..., Inventory]
+) -> None:
+    for sample, k in (
+        (d.w4a8(48, 64)(rng, d.weights(rng, 16, 384)), 384),
+        (d.w4a8(16, 64)(rng, d.weights(rng, 16, 64)), 64),
+    ):
+        marker = {key: value for key, value in sample.marker.items() if key != "group_size"}
+        marker |= {} if stated is None else {"group_size": stated}
+        layer = take(sample.named("fc") | {"fc.comfy_quant": d.marker_tensor(marker)}).layers["fc"]
+        assert (layer.k, layer.options["bits"]) == (k, 4)
+        told = [f.message for f in layer.findings if f.level == "guess" and "from 6 bit" in f.message]
+        # 32 bytes and 4 groups: with 6 bits K would be no whole number.
+        assert len(told) == (k == 384), layer.findings
+
+
 def test_fp8_bits_carry_their_own_type(d: ModuleType, rng: Rng, take: Callable[..., Inventory]) -> None:
     sample = d.fp8("F8_E5M2")(rng, d.weights(rng, 16, 16))
     tensors = sample.named("fc") | {"fc.comfy_quant": d.marker_tensor({"format": "float8_e4m3fn"})}
