@@ -41,7 +41,8 @@ def _spread(builder: Any, value: Any, vector: Any) -> Any:
 
 def _llvm(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     """One of LLVM's own functions."""
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
+    declare: Callable[..., Any] = cgutils.get_or_insert_function
+    return declare(builder.module, ir.FunctionType(result, arguments), name)
 
 
 @intrinsic
