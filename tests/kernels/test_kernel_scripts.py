@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", minversion="3.8")
+pytest.importorskip("triton", minversion="3.7")
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

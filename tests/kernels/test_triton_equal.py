@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton", minversion="3.8")
+pytest.importorskip("triton", minversion="3.7")
 
 from qconvert.kernels import reference as ref  # noqa: E402
 from qconvert.kernels import reference_w4a8 as ref_w4a8  # noqa: E402
