@@ -169,29 +169,38 @@ def keep_rows(
                 best_rel[r, g] = s_rel[r, g]
 
 
+@helper
+def _lower_cells(row: Any, channel: Any, at: Any) -> Any:
+    """at [2, K]: as `_cells`, but a y on the border of two cells belongs to the lower one."""
+    here, there = at[0], at[1]
+    for c in range(row.size):
+        twice = row[c] / channel * F(2.0)
+        cell, mirrored = np.ceil(twice) + F(CELLS // 2 - 1), F(CELLS // 2 - 1) - np.floor(twice)
+        cell = F(CELLS - 1) if cell > F(CELLS - 1) else cell
+        mirrored = F(CELLS - 1) if mirrored > F(CELLS - 1) else mirrored
+        here[c] = I(I(F(0.0) if cell < F(0.0) else cell) * I(COLUMNS))
+        there[c] = I(I(F(0.0) if mirrored < F(0.0) else mirrored) * I(COLUMNS))
+
+
 @kernel(F32_2, F32_1, U8_2, U8_1, OUT_U8_2)
 def assign(x: Any, s_channel: Any, s_rel: Any, table: Any, out: Any) -> None:
     """out [R, K/2]: codes of the nearest grid values, the lower code on a tie, even column in the low nibble.
 
     `table`: the codes of `Tables`. Under a negative scale x and grid are mirrored.
     """
-    groups = s_rel.shape[1]
-    group = x.shape[1] // max(groups, 1)
-    codes = np.empty(x.shape[1], np.uint8)
-    pairs = codes.view(np.uint16)
+    groups, width = s_rel.shape[1], x.shape[1]
+    group = width // max(groups, 1)
+    at, codes = np.empty((2, width), np.int32), np.empty(width, np.uint8)
+    flat_at, pairs = at.reshape(2 * width), codes.view(np.uint16)
     for r in range(x.shape[0]):
-        row, packed, channel = x[r], out[r], s_channel[r]
+        packed = out[r]
+        _lower_cells(x[r], s_channel[r], at)
         for g in range(groups):
             scale = I(s_rel[r, g])
-            signed = -channel if scale > I(0x7F) else channel
-            column = (scale & I(0x7F)) - I(FIRST)
-            run, target = row[g * group : (g + 1) * group], codes[g * group : (g + 1) * group]
+            column = I(I(scale & I(0x7F)) - I(FIRST))
+            first, target = U(I(scale >> I(7))) * U(width) + U(g * group), codes[g * group : (g + 1) * group]
             for c in range(group):
-                # A y on the border of two cells belongs to the lower one.
-                cell = np.ceil(run[c] / signed * F(2.0)) + F(CELLS // 2 - 1)
-                cell = F(CELLS - 1) if cell > F(CELLS - 1) else cell
-                cell = F(0.0) if cell < F(0.0) else cell
-                target[c] = table[U(I(cell) * I(COLUMNS) + column)]
+                target[c] = table[U(flat_at[first + U(c)] + column)]
         for i in range(packed.size):
             # Little endian: the even column is the low byte.
             packed[i] = np.uint8(pairs[i] | (pairs[i] >> np.uint16(4)))
