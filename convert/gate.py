@@ -15,8 +15,11 @@ from qconvert.runtime.sidecars import OutputForm
 
 
 def planned_view(plan: Plan, form: OutputForm) -> HeaderView:
-    """The output's header as a contract will see it, before anything is written."""
-    config: dict[str, Any] = dict(form.config)
+    """The output's header as a contract will see it, before anything is written.
+
+    Of a config.json only the output's own: what else may lie beside it is seen once it is written.
+    """
+    config: dict[str, Any] = {}
     if plan.target.sidecars is not None:
         config = json.loads(plan.target.sidecars(form).get("config.json", b"{}"))
     markers = {
