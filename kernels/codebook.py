@@ -23,8 +23,6 @@ USUAL: F32 = np.array(_USUAL.split(), dtype=np.float32)
 
 #: Values that a fit looks at, and its passes.
 SAMPLE, PASSES = 1 << 17, 12
-#: A pass that leaves more than this part of the error before it is the last.
-STILL = 0.9995
 #: A fitted table has to leave less than this part of the usual table's error.
 GAIN = 0.995
 
@@ -50,7 +48,7 @@ def fit_codebook(sample: F32, group: int, quality: Quality) -> F32:
     peaks = np.empty((x.shape[0], x.shape[1] // group), dtype=np.float32)
     w4a8.find_peaks(x.reshape(-1, group), peaks.reshape(-1))
     levels = best = USUAL
-    least = last = np.inf
+    least = np.inf
     for step in range(PASSES + 1):
         tables = w4a8.Tables.of(levels)
         s_rel, errors = np.empty(peaks.shape, dtype=np.uint8), np.empty(peaks.shape, dtype=np.float32)
@@ -58,9 +56,6 @@ def fit_codebook(sample: F32, group: int, quality: Quality) -> F32:
         error = float((errors.sum(axis=1, dtype=np.float64) * channel.astype(np.float64) ** 2).sum())
         if error < least:
             best, least = levels, error * (1.0 if step else GAIN)
-        if error > last * STILL:
-            break
-        last = error
         levels = _means(x, channel, levels, s_rel, tables.codes)
     return best.copy()
 
