@@ -208,6 +208,8 @@ def multiply(x: Operand, w: Operand, k: int, bias: Tensor | None, out: str) -> T
             FORMAT=x.kind,
             **shared,
             **tile,
+            # With four, sm_120 (which accumulates in registers) spills.
+            num_warps=8,
             **OPTIONS,
         )
         return answer(result, out)

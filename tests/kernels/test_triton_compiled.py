@@ -30,10 +30,20 @@ KERNELS = ROOT / "kernels" / "triton"
 #: names of samples, and pairs (sample, entry of `chips.NEEDS`) to compile with what the chip lacks. Prints lines of
 #: JSON, one a kernel or refusal.
 COMPILE = """
-import json, re, sys
+import json, re, subprocess, sys, tempfile
+from pathlib import Path
+import triton
 from qconvert.kernels.triton.ahead import compile_samples
 from qconvert.kernels.triton.chips import NEEDS
 from qconvert.kernels.triton.samples import samples
+
+def stack(cubin):
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    return sum(map(int, re.findall(r"STACK:(\\d+)", ran.stdout)))
 
 chip, names, forced = json.loads(sys.argv[1])
 every = {sample.name: sample for sample in samples()}
@@ -46,6 +56,7 @@ for name, need in [(name, None) for name in names] + forced:
                 "kernel": kernel.name,
                 "shared": kernel.shared,
                 "cubin": len(kernel.kernel.asm["cubin"]),
+                "stack": stack(kernel.kernel.asm["cubin"]),
                 "has": [need.name for need in NEEDS if re.search(need.instruction, ptx)],
                 "inexact": sorted(set(re.findall(r"fma\\S*f32|\\w+\\.approx\\S*|div\\.full\\S*|\\w+\\.ftz\\S*", ptx))),
             }
@@ -129,7 +140,7 @@ def test_chip(request: pytest.FixtureRequest, chip: int) -> None:
 
 
 def check_kernels(chip: int, lines: list[dict[str, Any]]) -> None:
-    """All are there, fit the chip, and round every operation by itself."""
+    """All are there, fit the chip without spilling registers, and round every operation by itself."""
     assert not [line for line in lines if "refused" in line]
     assert len(launched_kernels()) > 10
     assert launched_kernels() - {line["kernel"] for line in lines} == (
@@ -137,6 +148,8 @@ def check_kernels(chip: int, lines: list[dict[str, Any]]) -> None:
     )
     for line in lines:
         assert line["cubin"] > 0 and line["shared"] <= chips.SHARED_MEMORY[chip], line
+        # Registers that are spilled lie on the stack; so does a word or two of the division's subroutine.
+        assert line["stack"] <= 16, line
         if not line["sample"].startswith("matmul F32"):
             assert not line["inexact"], line
 
