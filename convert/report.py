@@ -39,6 +39,11 @@ def plan_json(plan: Plan, path: Place, out_bytes: int) -> dict[str, Any]:
     }
 
 
+def _number(decibels: float) -> float | str:
+    """JSON has no infinity."""
+    return decibels if math.isfinite(decibels) else "exact" if decibels > 0 else "none"
+
+
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
     """The plan, and what came of it."""
     document = plan_json(outcome.plan, outcome.output, outcome.output_bytes)
@@ -48,13 +53,13 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
             entry["sqnr_db"] = "exact"
         else:
             value = decibels(result.signal, result.noise)
-            entry["sqnr_db"] = value if math.isfinite(value) else "exact" if value > 0 else "none"
+            entry["sqnr_db"] = _number(value)
             if result.lost:
                 entry["rows_lost"] = result.lost
         carried = outcome.source_errors.get(action.layer.prefix)
         if carried is not None:
             entry["source_decoded"] = "exact"
-            entry["source_sqnr_db_expected"] = "unknown" if carried.sqnr is None else carried.sqnr
+            entry["source_sqnr_db_expected"] = "unknown" if carried.sqnr is None else _number(carried.sqnr)
     return document | {
         "source_bytes": outcome.source_bytes,
         "seconds": round(outcome.seconds, 3),

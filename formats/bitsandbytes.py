@@ -51,6 +51,8 @@ class Bnb4(Codec):
             return state
         shape, block = tuple(state["shape"]), int(state["blocksize"])
         n, k = shape[0], prod(shape[1:])
+        # Blocks are repeated to their length: one that is longer than the weight ends with it.
+        block = min(block, n * k)
         blocks = -(-n * k // block)
         weight, absmax = group.tensors["weight"], group.tensors["weight.absmax"]
         if weight.nbytes != _padded(weight.dtype, n * k):

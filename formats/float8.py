@@ -148,7 +148,8 @@ class Float8(Codec):
             return None
         for rows, columns in (stated or (_BLOCK, _BLOCK), (_BLOCK, _BLOCK)):
             if shape == (-(-n // rows), -(-k // columns)):
-                return "block", rows, columns
+                # A stated block may be larger than the weight, by any number.
+                return "block", min(rows, n), min(columns, k)
         # As transformers does it: where the grid divides the weight, its share is the block.
         if n % shape[0] == 0 and k % shape[1] == 0:
             return "block", n // shape[0], k // shape[1]

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import isinf, prod
 from typing import Any, NoReturn
 
 from qconvert.formats.dtypes import BITS, nbytes
@@ -74,6 +74,13 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if isinf(value):
+        raise ValueError(f"{text[:20]} is beyond any number")
+    return value
+
+
 def _integer(text: str) -> int | float:
     # JSON knows one zero; readers that keep the sign take "-0" for a float, which is no size and no offset.
     return -0.0 if text == "-0" else int(text)
@@ -89,6 +96,7 @@ def strict_json(text: str, depth: int | None = MAX_DEPTH) -> Any:
             text,
             object_pairs_hook=_no_duplicates,
             parse_constant=_no_constant,
+            parse_float=_finite,
             # A Python call for each of some 40,000 numbers, where it can matter at all.
             parse_int=_integer if "-0" in text else None,
         )

@@ -170,7 +170,10 @@ def compare(path: Path) -> tuple[str | None, str | None]:
     try:
         with safe_open(path, "numpy"):
             theirs = None
-    except (SafetensorError, OSError, ValueError, OverflowError, MemoryError) as error:
+    except MemoryError:
+        # It maps the file, which the limit on this process may forbid: no answer.
+        return None, None
+    except (SafetensorError, OSError, ValueError, OverflowError) as error:
         theirs = f"{type(error).__name__}: {error}"
     try:
         read_header(path)

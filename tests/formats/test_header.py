@@ -312,3 +312,10 @@ def test_strict_json_has_a_depth(opening: str, closing: str) -> None:
         with pytest.raises(ValueError, match="nested"):
             strict_json(opening * (levels + more) + "1" + closing * (levels + more))
     assert strict_json("[" + "[1]," * 1000 + "[1]]")
+
+
+@pytest.mark.parametrize("text", ["1e999", "-1e400", '{"a": [1e309]}'])
+def test_numbers_beyond_any_number_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="beyond any number"):
+        strict_json(text)
+    assert strict_json("1e308") == 1e308
