@@ -354,3 +354,14 @@ class Seeds:
             jobs(),
             calibrated(),
         )
+
+
+def warm_up(seeds: Any) -> None:
+    """What is loaded and compiled once is not a case's time or memory."""
+    for seed in (seeds.torch, seeds.files[0], seeds.gguf[0], seeds.sharded):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            for file, data in seed.files.items():
+                (folder / file).write_bytes(data)
+            quietly("inspect", folder / seed.main)
+            quietly(folder / seed.main, "--to", "bf16", "-o", folder / "out", "--jobs", "1")

@@ -100,8 +100,8 @@ def arguments(what: str, source: Path, out: Path) -> list[object]:
 def numbers(calls: int) -> list[int]:
     """Call numbers to fail at: all of a few, else the first and last ones and some between, and one too many."""
     chosen = range(1, calls + 1)
-    if calls > 24:
-        chosen = sorted({*range(1, 7), *range(7, calls - 6, calls // 8), *range(calls - 6, calls + 1)})
+    if calls > 12:
+        chosen = sorted({*range(1, 4), *range(4, calls - 3, calls // 4), *range(calls - 3, calls + 1)})
     return [*chosen, calls + 1]
 
 

@@ -29,7 +29,7 @@ LAYERS = ("blocks.0.fc", "model.layers.0.self_attn.q_proj")
 FORMATS = (
     "bf16", "fp8", "fp8_row", "fp8_block", "fp8_legacy_full", "fp8_input_scale", "nvfp4", "nvfp4_pre", "mxfp8",
     "int8_row", "int8_convrot64", "w4a4", "w4a8", "w4a8_correction", "w4a8_6bit", "sym_g32", "awq", "svdquant",
-    "svdquant_tiled", "bank_fp8", "bank_nvfp4", "bank_int8", "bank_w4a8_codebooks", "conv_int8_row",
+    "bank_fp8", "bank_nvfp4", "bank_int8", "bank_w4a8_codebooks", "conv_int8_row",
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def spoiled(tensor: list[Any]) -> Iterator[tuple[str, list[Any] | None]]:
                 f"axis {axis} of {keep}",
                 [dtype, [*shape[:axis], keep, *shape[axis + 1 :]], (data * 2)[: row * keep]],
             )
-    for other in ("F64", "F32", "I32", "F16", "BOOL", "U8", "F8_E8M0"):
+    for other in ("F32", "I32", "F16", "BOOL", "F8_E8M0"):
         if other != dtype:
             yield f"{dtype} to {other}", [other, shape, (data * 8)[: prod(shape) * BITS[other] // 8]]
 
