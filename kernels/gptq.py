@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 from qconvert.kernels.api import F32
 
 #: Part of the mean of H's diagonal that is added to it (the paper's 1 %).
@@ -22,33 +23,74 @@ DAMPING = 0.01
 BLOCK = 128
 #: Triangles up to this size are inverted by LAPACK.
 _SMALL = 256
+#: Part of the largest mean square that rounding may have left where zero or symmetry belongs.
+_SLACK = 1e-5
 
 #: Rounds columns [a, a + B) of all rows. Given a, those columns w [R, B] as they stand and u [B, B]; leaves in w each
 #: column's error over u's diagonal, and keeps the codes.
 RoundBlock = Callable[[int, F32, F32], None]
 
 
+class MomentsError(ValueError):
+    """Second moments that no inputs have: what is wrong, what was found, what was expected."""
+
+    def __init__(self, problem: str, found: str, expected: str) -> None:
+        self.problem, self.found, self.expected = problem, found, expected
+        super().__init__(f"{problem} (found {found}, expected {expected})")
+
+
+def check_diagonal(diagonal: NDArray[np.floating]) -> None:
+    """Mean squares [K] of inputs. Raises MomentsError when one is negative beyond rounding, or none is positive.
+
+    Moments that were rotated have zeros that are a little less: a part in 10^5 of the largest is let pass.
+    """
+    largest = float(np.abs(diagonal).max(initial=0.0))
+    worst = int(diagonal.argmin()) if diagonal.size else 0
+    if diagonal.size and diagonal[worst] < -_SLACK * largest:
+        raise MomentsError(
+            "second moments are negative",
+            f"a mean square of {float(diagonal[worst]):.4g} in column {worst}",
+            "none below zero",
+        )
+    if not largest > 0:
+        raise MomentsError(
+            "second moments are all zero", f"{diagonal.size} mean squares of 0", "at least one above zero"
+        )
+
+
 def gptq_factor(moments: F32, damping: float = DAMPING) -> F32:
     """U [K, K], upper triangular, with U^T U the inverse of the damped moments [K, K].
 
-    Raises ValueError when the moments are not symmetric, finite and (damped) positive definite.
+    Raises MomentsError, a ValueError, when the moments are not symmetric, finite and (damped) positive definite.
     """
     h = moments.astype(np.float64)
-    if h.ndim != 2 or h.shape[0] != h.shape[1] or not np.isfinite(h).all():
-        raise ValueError("second moments have to be a finite square matrix")
+    if h.ndim != 2 or h.shape[0] != h.shape[1]:
+        raise MomentsError("second moments are not square", str(list(h.shape)), "[K, K]")
+    bad = h.size - int(np.count_nonzero(np.isfinite(h)))
+    if bad:
+        raise MomentsError("second moments hold NaN or Inf", f"{bad} of {h.size} values", "finite numbers")
     diagonal = np.diag(h)
-    slack = 1e-5 * float(np.abs(diagonal).max(initial=0.0))
-    if (np.abs(h - h.T) > slack + 1e-3 * np.abs(h)).any():
-        raise ValueError("second moments are not symmetric")
+    check_diagonal(diagonal)
+    slack = _SLACK * float(np.abs(diagonal).max(initial=0.0))
+    uneven = np.abs(h - h.T) > slack + 1e-3 * np.abs(h)
+    if uneven.any():
+        i, j = (int(index) for index in np.unravel_index(int(uneven.argmax()), h.shape))
+        raise MomentsError(
+            "second moments are not symmetric",
+            f"{h[i, j]:.4g} at [{i}, {j}] and {h[j, i]:.4g} at [{j}, {i}]",
+            "the same number",
+        )
     mean = float(diagonal.mean())
-    if mean <= 0:
-        raise ValueError("second moments are all zero")
     h[np.diag_indices_from(h)] += damping * mean
     # H = V V^T with V upper triangular: the Cholesky factor of H with rows and columns in reverse, reversed back.
     try:
         v = np.linalg.cholesky(h[::-1, ::-1])[::-1, ::-1]
     except np.linalg.LinAlgError:
-        raise ValueError("second moments are not positive definite") from None
+        raise MomentsError(
+            "second moments are not positive definite",
+            f"no Cholesky factor with {damping:.2g} of the mean diagonal added",
+            "moments E[x x^T] of real inputs",
+        ) from None
     return _inverse_upper(np.ascontiguousarray(v)).astype(np.float32)
 
 

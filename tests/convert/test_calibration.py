@@ -14,9 +14,11 @@ from qconvert.convert.job import Outcome, Request, run_job
 from qconvert.formats.calibrated import Moments, encode_calibrated
 from qconvert.formats.checkpoint import opened
 from qconvert.formats.errors import QConvertError, UsageError
+from qconvert.formats.header import layout
 from qconvert.formats.layers import take_inventory
 from qconvert.formats.reader import LayerReader
 from qconvert.formats.registry import codec as get_codec
+from qconvert.formats.tensors import Spec
 from qconvert.formats.values import decode_rows
 from qconvert.kernels.cpu import sequential
 from qconvert.kernels.gptq import gptq_factor, gptq_round
@@ -280,19 +282,7 @@ def test_threads_and_pieces_do_not_change_the_bytes(
         ({"blocks.0.fc.second_moment": np.ones((K, K - 1), np.float32)}, QConvertError, "does not fit"),
         ({"blocks.0.fc.inputs": np.ones(K, np.float32)}, QConvertError, "does not fit"),
         ({"elsewhere.second_moment": np.ones(K, np.float32)}, UsageError, "none of the source's layers"),
-        ({"blocks.0.fc.weight": np.ones(K, np.float32)}, UsageError, "holds neither"),
-        ({"blocks.0.fc.second_moment": np.full((K, K), np.nan, np.float32)}, QConvertError, "NaN"),
-        ({"blocks.0.fc.second_moment": np.zeros((K, K), np.float32)}, QConvertError, "all zero"),
-        (
-            {"blocks.0.fc.second_moment": -np.eye(K, dtype=np.float32) + 2 * np.diag(np.arange(K) % 2 + 0.1)},
-            QConvertError,
-            "not positive definite",
-        ),
-        (
-            {"blocks.0.fc.second_moment": np.triu(np.ones((K, K), np.float32))},
-            QConvertError,
-            "not symmetric",
-        ),
+        ({"blocks.0.fc.weight": np.ones(K, np.float32)}, UsageError, "holds no "),
     ],
 )
 def test_files_that_do_not_fit(model_file: Path, tensors: Any, error: Any, words: str) -> None:
@@ -301,6 +291,146 @@ def test_files_that_do_not_fit(model_file: Path, tensors: Any, error: Any, words
     with pytest.raises(error, match=words):
         convert(model_file, path, "out.safetensors")
     assert not (model_file.parent / "out.safetensors").exists()
+
+
+def _moments(**change: float) -> np.ndarray:
+    """The identity [K, K] with entries `_row_column` changed."""
+    h = np.eye(K, dtype=np.float32)
+    for place, value in change.items():
+        _, row, column = place.split("_")
+        h[int(row), int(column)] = value
+    return h
+
+
+@pytest.mark.parametrize(
+    ("suffix", "values", "line"),
+    [
+        ("second_moment", _moments(_3_5=np.nan), f"NaN or Inf.*found 1 of {K * K} values, expected finite"),
+        ("second_moment", np.r_[np.inf, np.ones(K - 1)], f"NaN or Inf.*found 1 of {K} values, expected finite"),
+        ("inputs", np.full((2, K), 3e38), f"overflows.*found {K * K} of {K * K} values, expected finite"),
+        ("second_moment", np.zeros((K, K)), f"all zero .found {K} mean squares of 0, expected at least one"),
+        ("second_moment", np.zeros(K), f"all zero .found {K} mean squares of 0, expected at least one"),
+        ("inputs", np.zeros((4, K)), f"all zero .found {K} mean squares of 0, expected at least one"),
+        ("second_moment", -np.eye(K), "negative .found a mean square of -1 in column 0, expected none below"),
+        ("second_moment", _moments(_7_7=-2), "negative .found a mean square of -2 in column 7, expected none"),
+        ("second_moment", np.r_[np.ones(K - 1), -0.5], f"mean square of -0.5 in column {K - 1}, expected none"),
+        ("second_moment", _moments(_2_9=0.5), r"found 0.5 at \[2, 9\] and 0 at \[9, 2\], expected the same"),
+        ("second_moment", _moments(_2_9=4, _9_2=4), "not positive definite .found no Cholesky.*expected moments"),
+    ],
+)  # fmt: skip
+def test_moments_that_no_inputs_have(model_file: Path, suffix: str, values: np.ndarray, line: str) -> None:
+    path = model_file.parent / "c.safetensors"
+    write_calibration(path, {f"blocks.0.fc.{suffix}": values.astype(np.float32)})
+    with pytest.raises(QConvertError, match=line) as caught:
+        convert(model_file, path, "out.safetensors")
+    assert (caught.value.file, caught.value.layer) == (str(path), f"blocks.0.fc.{suffix}")
+    assert not (model_file.parent / "out.safetensors").exists()
+
+
+def to_modelopt(source: Path, calibration: Path | None, name: str, target: str = "modelopt_fp8") -> Outcome:
+    with opened(source) as checkpoint:
+        request = Request(source, target, output=source.parent / name, calibration=calibration)
+        return run_job(request, checkpoint)
+
+
+def payload(outcome: Outcome) -> dict[str, bytes]:
+    with opened(Path(str(outcome.output))) as checkpoint:
+        return {name: checkpoint.read(name).tobytes() for name in checkpoint.tensors}
+
+
+@pytest.mark.parametrize("target", ["modelopt_fp8", "modelopt_nvfp4"])
+@pytest.mark.parametrize("value", [np.inf, 0.0, -1.0, np.nan, 1e-43, 1e-36, -np.inf])
+def test_maxima_that_give_no_scale(target: str, value: float, model_file: Path) -> None:
+    path = model_file.parent / "c.safetensors"
+    write_calibration(path, {"blocks.0.fc.input_amax": np.asarray(value, np.float32)})
+    with pytest.raises(QConvertError, match="input_amax gives no input_scale") as caught:
+        to_modelopt(model_file, path, "out", target)
+    error = caught.value
+    assert (error.file, error.layer) == (str(path), "blocks.0.fc.input_amax")
+    assert error.found == f"{np.float32(value):.4g}" and str(error.expected).startswith(
+        "a finite number from"
+    )
+    assert not (model_file.parent / "out").exists()
+
+
+def test_the_least_maximum_gives_a_normal_scale(model_file: Path) -> None:
+    path = model_file.parent / "c.safetensors"
+    least = np.float32(np.finfo(np.float32).tiny * 448.0)
+    write_calibration(path, {"blocks.0.fc.input_amax": np.asarray(least)})
+    written = payload(to_modelopt(model_file, path, "out"))["blocks.0.fc.input_scale"]
+    assert np.frombuffer(written, np.float32)[0] == np.finfo(np.float32).tiny
+    write_calibration(path, {"blocks.0.fc.input_amax": np.asarray(np.nextafter(least, np.float32(0)))})
+    with pytest.raises(QConvertError, match="input_amax gives no input_scale"):
+        to_modelopt(model_file, path, "again")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("F16", ()), ("I32", ()), ("F64", ()), ("F32", (2,)), ("F32", (0,))]
+)
+def test_maxima_that_cannot_be_read(dtype: str, shape: tuple[int, ...], model_file: Path) -> None:
+    path = model_file.parent / "c.safetensors"
+    name, spec = "blocks.0.fc.input_amax", Spec(dtype, shape)
+    path.write_bytes(layout([(name, spec)], {}).prefix + b"\x3c" * spec.nbytes)
+    with pytest.raises(QConvertError, match="input_amax cannot be read") as caught:
+        to_modelopt(model_file, path, "out")
+    assert (caught.value.file, caught.value.layer) == (str(path), name)
+    assert (caught.value.found, caught.value.expected) == (f"{dtype} {list(shape)}", "F32 []")
+
+
+def test_maxima_alone_add_only_static_scales(model_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    write_calibration(path, {"blocks.0.fc.input_amax": np.asarray(56.0, np.float32)})
+    plain, outcome = to_modelopt(model_file, None, "plain"), to_modelopt(model_file, path, "out")
+    scale = {"blocks.0.fc.input_scale": np.float32(0.125).tobytes()}
+    assert payload(outcome) == payload(plain) | scale
+    notes = [note for note in outcome.plan.notes if note.startswith("calibration:")]
+    assert notes == ["calibration: 1 layers get an input_scale from the largest input recorded"]
+    # A target without static scales has no use for it, and says so.
+    other, _ = convert(model_file, path, "comfy.safetensors")
+    assert any("comfy_nvfp4 has no use for it" in note for note in other.plan.notes)
+    write_calibration(path, {"elsewhere.input_amax": np.asarray(56.0, np.float32)})
+    with pytest.raises(UsageError, match=r"none of the source's layers.*found elsewhere"):
+        to_modelopt(model_file, path, "again")
+
+
+@pytest.mark.parametrize("target", ["modelopt_fp8", "modelopt_nvfp4"])
+def test_layers_already_in_the_format_get_their_scale(target: str, model_file: Path, tmp_path: Path) -> None:
+    """Copied and retagged layers: the same codes, and a scale beside them; their own scale where they have one."""
+    path = tmp_path / "c.safetensors"
+    before = to_modelopt(model_file, None, "before", target)
+    write_calibration(path, {"blocks.0.fc.input_amax": np.asarray(5376.0, np.float32)})
+    span = {"modelopt_fp8": 448, "modelopt_nvfp4": 2688}[target]
+    outcome = to_modelopt(Path(str(before.output)), path, "../after", target)
+    scale = {"blocks.0.fc.input_scale": np.float32(5376 / span).tobytes()}
+    assert payload(outcome) == payload(before) | scale
+    assert all(verdict.accepted for verdict in outcome.verdicts)
+    kinds = {action.prefix: action.kind for action in outcome.plan.actions}
+    assert kinds["blocks.0.fc"] == "retag" and kinds["blocks.1.fc"] == "copy"
+    line = "calibration: 1 layers get an input_scale from the largest input recorded, 1 of them beside codes taken over"
+    assert any(note.startswith(line) for note in outcome.plan.notes)
+    # Once there, a scale stays, whatever is recorded; a note names the layer.
+    write_calibration(path, {"blocks.0.fc.input_amax": np.asarray(1.0, np.float32)})
+    again = to_modelopt(Path(str(outcome.output)), path, "../again", target)
+    assert payload(again) == payload(outcome)
+    assert "calibration: 1 layers keep the input_scale that the source has: blocks.0.fc" in again.plan.notes
+
+
+@pytest.mark.parametrize(
+    ("first", "target"), [("comfyui:float8_e4m3fn", "modelopt_fp8"), ("comfy_nvfp4", "modelopt_nvfp4")]
+)
+def test_layers_moved_from_another_runtime_get_their_scale(
+    first: str, target: str, model_file: Path, tmp_path: Path
+) -> None:
+    path, source = tmp_path / "c.safetensors", tmp_path / "first.safetensors"
+    with opened(model_file) as checkpoint:
+        run_job(Request(model_file, first, output=source), checkpoint)
+    write_calibration(path, {"blocks.0.fc.input_amax": np.asarray(5376.0, np.float32)})
+    plain, outcome = to_modelopt(source, None, "plain", target), to_modelopt(source, path, "out", target)
+    added = payload(outcome).keys() - payload(plain).keys()
+    assert added == {"blocks.0.fc.input_scale"}
+    assert {k: v for k, v in payload(outcome).items() if k not in added} == payload(plain)
+    line = "calibration: 1 layers get an input_scale from the largest input recorded, 1 of them beside codes taken over"
+    assert any(note.startswith(line) for note in outcome.plan.notes)
 
 
 def test_recorder_takes_the_moments_of_what_layers_are_given(tmp_path: Path) -> None:
@@ -320,7 +450,7 @@ def test_recorder_takes_the_moments_of_what_layers_are_given(tmp_path: Path) -> 
         # Eight features are more than the limit: the diagonal only.
         assert np.allclose(calibration.moments("0", 8, backend), (x.numpy() ** 2).mean(0), rtol=1e-5)
         assert np.allclose(calibration.moments("2", 6, backend), inner.T @ inner / 22, atol=1e-6)
-        assert calibration.amax("2") == pytest.approx(float(np.abs(inner).max()))
+        assert calibration.input_scale("2", 1.0) == pytest.approx(float(np.abs(inner).max()))
         assert not model[0]._forward_pre_hooks
     finally:
         calibration.close()
