@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ from qconvert.convert.actions import LOSSLESS, Plan
 from qconvert.convert.backends import chosen_backend
 from qconvert.convert.classes import layer_class
 from qconvert.convert.cli import parse_pairs
+from qconvert.convert.finished import finished_before
 from qconvert.convert.job import Outcome, Request, execute_plan, output_path, plan_job
 from qconvert.convert.plan import PlanOptions
 from qconvert.convert.planfile import Forms
@@ -22,9 +24,11 @@ from qconvert.convert.report import outcome_json, plan_json
 from qconvert.convert.report_write import check_report
 from qconvert.convert.screen import LABEL, say, say_rows, speaking, verbose, volume_of
 from qconvert.convert.serving import component_of, serving
+from qconvert.convert.shards import ShardWriter
 from qconvert.convert.source_error import source_lines
 from qconvert.convert.text import db, grouped, parse_size, size, tally
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
+from qconvert.formats.header import Layout
 from qconvert.formats.layers import Layer, parse_assumption
 from qconvert.formats.remote import Place
 from qconvert.kernels.select import backend_report, get_backend
@@ -91,7 +95,7 @@ def _run_convert(
     begun = time.monotonic()
     with opened(source) as checkpoint:
         plan, laid = plan_job(request, checkpoint)
-        path = output_path(request, plan.target)
+        path = named_output(request, plan, laid)
         if not as_json:
             print_plan(checkpoint, plan, laid.file_size, path)
         if dry_run:
@@ -100,6 +104,13 @@ def _run_convert(
             if report is not None:
                 _report(report, checkpoint, plan, path, laid.file_size, None, as_json)
             return
+        if request.resume and not request.force:
+            made = finished_before(request, checkpoint, plan, laid)
+            if made is not None:
+                print_finished(checkpoint, plan, made, laid.file_size, as_json)
+                if report is not None:
+                    _report(report, checkpoint, plan, made, laid.file_size, None, as_json)
+                return
         if not as_json and any(action.transforms for action in plan.actions) and _first_run():
             say("note", "the first conversion after an install compiles its kernels: ten seconds or so, once")
         with progress_bar(sum(action.layer.nbytes for action in plan.actions), as_json) as advance:
@@ -116,6 +127,25 @@ def _run_convert(
                 say("serve", line)
         if report is not None:
             _report(report, checkpoint, plan, outcome.output, outcome.output_bytes, outcome, as_json)
+
+
+def named_output(request: Request, plan: Plan, laid: Layout) -> Place:
+    """What is printed as the output: a file, the index of shards, or the folder of a target that makes folders."""
+    path = output_path(request, plan.target)
+    if plan.target.sidecars is not None:
+        return path
+    return path.parent / ShardWriter(plan, laid, Path(path.name), request.shard_size).path.name
+
+
+def print_finished(checkpoint: Checkpoint, plan: Plan, path: Path, out_bytes: int, as_json: bool) -> None:
+    """That an earlier run had finished: nothing was measured now, so that nothing is said of closeness."""
+    if as_json:
+        click.echo(dumps(plan_json(plan, path, out_bytes) | {"finished_before": True}))
+        return
+    check = shlex.join(["qconvert", "verify", "--digest", str(path)])
+    say("done", f"{path}  was finished by an earlier run; `{check}` compares every bit")
+    for line in _serving(checkpoint, plan, path):
+        say("serve", line)
 
 
 def _first_run() -> bool:

@@ -14,10 +14,11 @@ from qconvert.runtime.contracts.base import Verdict
 from qconvert.runtime.sidecars import OutputForm
 
 
-def planned_view(plan: Plan, form: OutputForm) -> HeaderView:
+def planned_view(plan: Plan, form: OutputForm, source: str | None = None) -> HeaderView:
     """The output's header as a contract will see it, before anything is written.
 
-    Of a config.json only the output's own: what else may lie beside it is seen once it is written.
+    Of a config.json only the output's own: what else may lie beside it is seen once it is written. `source`: what
+    commands that mend it begin from.
     """
     config: dict[str, Any] = {}
     if plan.target.sidecars is not None:
@@ -27,13 +28,13 @@ def planned_view(plan: Plan, form: OutputForm) -> HeaderView:
         for out in plan.outputs()
         if isinstance(out, ConstOut) and out.name.endswith(MARKER_SUFFIX)
     }
-    return HeaderView(dict(output_header(plan)), plan.metadata, markers, (form.file,), config)
+    return HeaderView(dict(output_header(plan)), plan.metadata, markers, (form.file,), config, source)
 
 
-def refuse_plan(path: Place, plan: Plan, form: OutputForm) -> None:
+def refuse_plan(path: Place, plan: Plan, form: OutputForm, source: Place) -> None:
     """Raise QConvertError when the main contract would not take what the plan leads to."""
     if plan.contracts:
-        gate(path, plan, (plan.contracts[0].check(planned_view(plan, form)),))
+        gate(path, plan, (plan.contracts[0].check(planned_view(plan, form, str(source))),))
 
 
 def gate(path: Place, plan: Plan, verdicts: tuple[Verdict, ...]) -> None:

@@ -25,7 +25,7 @@ from qconvert.convert.shards import ShardWriter
 from qconvert.convert.sidecars import Sidecars
 from qconvert.convert.source_error import SourceError, decoded_layers, source_errors
 from qconvert.formats import digest, gguf_write
-from qconvert.formats.checkpoint import Checkpoint, dumps
+from qconvert.formats.checkpoint import INDEX_SUFFIX, Checkpoint, dumps
 from qconvert.formats.containers import SUFFIXES
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.header import Layout, layout
@@ -72,7 +72,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out. `results`: energies per transformed layer; `verdicts`: the contracts on the written header."""
+    """What came out. `results`: energies per transformed layer; `verdicts`: the contracts on the written header.
+
+    `output`: the file, or the index of several.
+    """
 
     plan: Plan
     output: Place
@@ -93,7 +96,10 @@ def default_output(source: Place, target: Target) -> Path:
     folder = isinstance(source, Path) and source.is_dir()
     if isinstance(source, Path) and source.name in ("", ".."):
         source = source.resolve()
-    stem = source.stem if source.suffix in SUFFIXES and not folder else source.name
+    stem = source.name
+    if not folder:
+        stem = stem.removesuffix(INDEX_SUFFIX)
+        stem = next((stem.removesuffix(suffix) for suffix in SUFFIXES if stem.endswith(suffix)), stem)
     where = Path() if isinstance(source, Remote) else source.parent
     name = f"{stem}.{target.name.replace(':', '-')}"
     return where / (name if target.sidecars else f"{name}.{target.container}")
@@ -163,7 +169,7 @@ def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
         metadata |= target.header(form)
     lay_out = gguf_write.lay_out if target.container == "gguf" else layout
     plan = replace(plan, metadata=metadata)
-    refuse_plan(output_path(request, target), plan, form)
+    refuse_plan(output_path(request, target), plan, form, request.source)
     return plan, lay_out(output_header(plan), metadata)
 
 
@@ -272,7 +278,11 @@ def execute_plan(
         refuse_nothing_left(plan, results, str(checkpoint.path))
         with writer.written(outs) as written:
             written.config = beside.config() if sidecars else written.config
-            verdicts = tuple(contract.check(written.view()) for contract in plan.contracts)
+            # The temporary names are gone when the verdicts are read; what mends an output begins from its source.
+            view = replace(
+                written.view(), files=tuple(name for name, _, _ in writer.parts), source=str(request.source)
+            )
+            verdicts = tuple(contract.check(view) for contract in plan.contracts)
             gate(path, plan, verdicts)
             read_back(checkpoint, written, plan, results, path, backend)
             writer.seal(outs, written, request.jobs or os.cpu_count() or 1)
@@ -286,7 +296,7 @@ def execute_plan(
             raise
     carried = source_errors(checkpoint, plan, backend)
     seconds = time.monotonic() - begun
-    return Outcome(plan, path, checkpoint.nbytes, writer.nbytes, results, verdicts, seconds, carried)
+    return Outcome(plan, writer.path, checkpoint.nbytes, writer.nbytes, results, verdicts, seconds, carried)
 
 
 def refuse_nothing_left(plan: Plan, results: dict[str, Result], file: str) -> None:

@@ -23,20 +23,17 @@ _BEYOND = 0.0005
 
 
 def worst_histograms(checkpoint: Checkpoint, outcome: Outcome, backend: Backend) -> list[Histogram]:
-    """One for each layer of the largest relative errors; none where shards of several outputs share a folder."""
+    """One for each of the layers with the largest relative errors."""
     scored = [
         (relative_error(outcome.results[action.layer.prefix]), action)
         for action in outcome.plan.actions
         if action.kind not in LOSSLESS and action.layer.prefix in outcome.results and action.layer.params
     ]
     worst = sorted((s for s in scored if s[0] > 0), key=lambda s: -s[0])[:WORST]
-    # Shards are opened by their index, which stands for the folder it is alone in.
-    file = outcome.output
-    place = file if file.is_file() else file.parent
-    if not worst or (place is not file and len(list(place.glob("*.index.json"))) != 1):
+    if not worst:
         return []
     found = []
-    with opened(place) as written:
+    with opened(outcome.output) as written:
         there = take_inventory(written).layers
         for error, action in worst:
             layer = there.get(action.prefix)

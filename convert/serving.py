@@ -7,6 +7,7 @@ import shlex
 import subprocess
 
 from qconvert.convert.actions import Plan
+from qconvert.formats.checkpoint import INDEX_SUFFIX
 from qconvert.formats.remote import Place
 from qconvert.runtime.families import FamilyMatch
 
@@ -33,13 +34,15 @@ def serving(plan: Plan, path: Place, component: str | None) -> list[str]:
     if plan.not_served:
         return [f"not by this version: {why}" for why in plan.not_served]
     folder = plan.target.sidecars is not None
+    # Shards are loaded by the folder they lie in: an index is no file of weights.
+    within = folder or path.name.endswith(INDEX_SUFFIX)
     if plan.target.runtime == "comfyui":
         where = COMFYUI_FOLDERS.get(component or "", "models/checkpoints")
         if component is None:
             where = " or ".join(list(COMFYUI_FOLDERS.values())[:2])
         return [f"put it into ComfyUI's {where}"]
     if plan.target.container == "gguf" or plan.target.runtime in ("sglang", "none"):
-        return _sglang(str(path.parent if folder else path), component, folder, plan)
+        return _sglang(str(path.parent if within else path), component, folder, plan)
     return []
 
 

@@ -12,7 +12,7 @@ from qconvert.convert.actions import Action, CopyOut, Plan, out_spec, output_hea
 from qconvert.convert.execute import Executor, Result
 from qconvert.convert.output import OutputFile
 from qconvert.convert.units import make_units
-from qconvert.formats.checkpoint import Checkpoint, dumps
+from qconvert.formats.checkpoint import INDEX_SUFFIX, Checkpoint, dumps
 from qconvert.formats.digest import digest_place, file_digest
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.header import Layout, layout
@@ -59,12 +59,17 @@ def shard_names(file: str, count: int) -> list[str]:
     return [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
 
 
+def index_name(file: str) -> str:
+    """STEM.safetensors.index.json, with or without the suffix given: loaders look for no other name."""
+    return f"{file.removesuffix('.safetensors')}.safetensors{INDEX_SUFFIX}"
+
+
 def index_file(file: str, parts: list[tuple[str, Layout]]) -> dict[str, bytes]:
-    """`FILE.index.json`, as loaders of sharded safetensors read it."""
+    """The index of shards, as loaders of sharded safetensors read it."""
     mapping = {name: shard for shard, laid in parts for name in laid.specs}
     total = sum(spec.nbytes for _, laid in parts for spec in laid.specs.values())
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(mapping.items()))}
-    return {f"{file}.index.json": dumps(document).encode()}
+    return {index_name(file): dumps(document).encode()}
 
 
 class ShardWriter:
@@ -84,6 +89,8 @@ class ShardWriter:
             ]
         parts = [(name, laid) for name, _, laid in self.parts]
         self.index = index_file(file, parts) if len(parts) > 1 else {}
+        #: What the output is opened by: its one file, or its index.
+        self.path = self.folder / next(iter(self.index), file)
 
     @property
     def nbytes(self) -> int:

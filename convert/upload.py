@@ -73,7 +73,7 @@ def execute_staged(
             inner.rmdir()
         folder.rmdir()
         folder.parent.rmdir()
-    return replace(outcome, output=final, seconds=time.monotonic() - begun)
+    return replace(outcome, output=final.parent / outcome.output.name, seconds=time.monotonic() - begun)
 
 
 def upload(file: Path, target: Remote) -> None:

@@ -25,6 +25,8 @@ MAX_MARKER_BYTES = 65536
 #: Of an index, which names every tensor; and of a configuration.
 MAX_JSON_BYTES = 32_000_000
 MAX_CONFIG_BYTES = 8_000_000
+#: How the name of an index ends.
+INDEX_SUFFIX = ".index.json"
 
 
 class Checkpoint:
@@ -58,14 +60,14 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Place) -> Checkpoint:
-        """A file (safetensors, GGUF, a pickle of tensors), or a folder with one, or with shards and their index."""
+        """A file (safetensors, GGUF, a pickle of tensors), an index, or a folder with one of these."""
         if not path.exists():
             beside = path.parent.iterdir() if path.parent.is_dir() else ()
             # Endings are alike anyway: only what differs by a letter or two is meant.
             hint = close_to(path.name, (other.name for other in beside), "", 0.9)
             raise UsageError("no such file or folder", file=str(path), hint=hint or None)
         if path.is_file():
-            return cls(path, [path])
+            return cls(path, _indexed_files(path) if path.name.endswith(INDEX_SUFFIX) else [path])
         indexes = _found(path, "*.safetensors.index.json") or _found(path, "*.bin.index.json")
         if len(indexes) > 1:
             raise UsageError("several index files; name one checkpoint", file=str(path))

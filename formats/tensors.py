@@ -48,6 +48,7 @@ class HeaderView:
 
     `tensors`: name -> type and shape, over all shards. `metadata`: the header's string entries (all shards merged).
     `markers`: raw bytes of every `<layer>.comfy_quant` tensor, by layer prefix. `files`: file names, in order.
+    `source`: what a command that mends the file must name, where that is another one than `files`.
     """
 
     tensors: Mapping[str, Spec]
@@ -56,3 +57,4 @@ class HeaderView:
     files: tuple[str, ...] = ("model.safetensors",)
     #: config.json beside the files.
     config: Mapping[str, Any] = field(default_factory=dict)
+    source: str | None = None

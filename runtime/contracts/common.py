@@ -78,8 +78,10 @@ def planned_marker(format_name: str, options: Mapping[str, Any]) -> dict[str, An
 
 
 def remedy(view: HeaderView, target: str, *options: str) -> str:
-    """The command that mends a file: a single file by its name, shards by their folder."""
-    source = view.files[0] if len(view.files) == 1 else str(PurePath(view.files[0]).parent)
+    """The command that mends a file: a single file by its name, shards by their folder; an output by its source."""
+    source = view.source
+    if source is None:
+        source = view.files[0] if len(view.files) == 1 else str(PurePath(view.files[0]).parent)
     return shlex.join(["qconvert", source, "--to", target, *options])
 
 

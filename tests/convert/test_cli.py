@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from qconvert.convert.cli import cli, main, parse_pairs
 from qconvert.formats.errors import UsageError
+from qconvert.runtime.targets import get_target
 
 import qconvert
 
@@ -278,6 +280,31 @@ def test_the_older_contract_wants_a_scalar_table(
         ran = run(path, "--to", "kitchen_w4a8", "-o", out, "--runtime", runtime, "--force")
         assert ran.code == 0 and f"accepted  {runtime}" in ran.out
         assert d.read(out)["embed_tokens.weight_scale"].bits.shape == shape
+
+
+def test_what_mends_an_output_begins_from_its_source(
+    run: Callable[..., Ran], sample: Any, write: Write, tmp_path: Path
+) -> None:
+    """Nothing that is printed names a file that is not there: temporary names are gone by then."""
+    path = write(sample("fp8", 64, 256).named("fc") | sample("int8_row", 256, 256).named("embed_tokens"))
+    ran = run(path, "--to", "kitchen_w4a8", "-o", tmp_path / "out.safetensors")
+    (refused,) = (line for line in ran.out.splitlines() if line.startswith("refused"))
+    assert refused.startswith("refused   sglang-0132848: ") and ".partial" not in ran.out
+    command = shlex.split(refused.rpartition("; ")[2])
+    assert command == ["qconvert", str(path), "--to", "kitchen_w4a8", "--runtime", "sglang-0132848"]
+    mended = run(*command[1:], "-o", tmp_path / "mended.safetensors")
+    assert mended.code == 0 and "accepted  sglang-0132848" in mended.out
+
+
+def test_what_a_plain_target_leaves_is_said(
+    run: Callable[..., Ran], fp8: Path, d: ModuleType, tmp_path: Path
+) -> None:
+    for name, dtype in (("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")):
+        assert get_target(name).summary.endswith("; norms and buffers stay as they are")
+        run(fp8, "--to", name, "-o", tmp_path / f"{name}.safetensors")
+        after = d.read(tmp_path / f"{name}.safetensors")
+        assert after["blocks.0.fc.weight"].dtype == dtype
+        assert after["blocks.0.norm.weight"].dtype == "F32"
 
 
 def test_pairs() -> None:

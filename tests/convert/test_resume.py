@@ -6,6 +6,7 @@ import fcntl
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from qconvert.convert import execute, journal, output
+from qconvert.convert.cli import main
 from qconvert.convert.identity import plan_digest
 from qconvert.convert.job import Request, plan_job, run_job
 from qconvert.convert.journal import Journal, StaleError
@@ -71,6 +73,13 @@ def run(source: Path, path: Path, stop_after: int | None = None, **request: Any)
 
     with opened(source) as checkpoint:
         run_job(Request(source, TARGET, output=path, jobs=1, **request), checkpoint, progress)
+
+
+def main_code(words: list[str]) -> Any:
+    """The exit code of `qconvert WORDS`."""
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    return stop.value.code
 
 
 def noted(path: Path) -> list[str]:
@@ -212,6 +221,61 @@ def test_a_finished_file_still_linked_to_the_partial_name_is_not_written_to(
     with pytest.raises(KeyboardInterrupt):
         run(original, path, stop_after=1, force=True, plan=PlanOptions(quality="fast"))
     assert path.read_bytes() == finished
+
+
+@pytest.mark.parametrize("left", ["nothing", "link", "journal", "index"])
+def test_what_an_earlier_run_had_finished_is_recognised(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], left: str
+) -> None:
+    """Killed at the very end: every file has its name, what belongs to the run lies about, or an index is missing."""
+    path = tmp_path / "out" / "out.safetensors"
+    words = [str(original), "--to", "bf16" if left == "index" else TARGET, "-o", str(path)]
+    words += ["--shard-size", "100KB"] if left == "index" else []
+    assert main_code(words) == 0
+    files = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    times = {file.name: file.stat().st_mtime_ns for file in path.parent.glob("*.safetensors")}
+    if left == "link":
+        os.link(path, path.with_name(f".{path.name}.partial"))
+    if left in ("link", "journal"):
+        path.with_name(f".{path.name}.journal").write_text("{}")
+    if left == "index":
+        assert len(times) > 1
+        (path.parent / f"{path.name}.index.json").unlink()
+    capsys.readouterr()
+    assert main_code([*words, "--resume"]) == 0
+    said = capsys.readouterr().out
+    assert "was finished by an earlier run; `qconvert verify --digest " in said and "closeness" not in said
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == files
+    assert {file.name: file.stat().st_mtime_ns for file in path.parent.glob("*.safetensors")} == times
+    assert main_code(shlex.split(said.partition("`")[2].partition("`")[0])[1:]) == 0
+
+
+@pytest.mark.parametrize("change", ["plan", "source", "bytes", "partial"])
+def test_another_file_is_not_taken_for_a_finished_one(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    path = tmp_path / "out.safetensors"
+    words = [str(original), "--to", TARGET, "-o", str(path)]
+    assert main_code(words) == 0
+    other = path.with_name(f".{path.name}.partial")
+    if change == "plan":
+        words += ["--quality", "fast"]
+    elif change == "source":
+        later = path.stat().st_mtime_ns + 1_000_000_000
+        os.utime(original, ns=(later, later))
+    elif change == "bytes":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        other.write_bytes(b"another run's")
+    before = path.read_bytes()
+    capsys.readouterr()
+    if change == "partial":
+        assert main_code([*words, "--resume"]) == 0
+        assert other.read_bytes() == b"another run's"
+    else:
+        assert main_code([*words, "--resume"]) == 2
+        assert "already exists; --force overwrites it" in capsys.readouterr().err
+    assert path.read_bytes() == before
 
 
 def test_two_runs_on_one_target_exclude_each_other(original: Path, tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from qconvert.convert.cli import cli
-from qconvert.convert.job import Request, run_job
+from qconvert.convert.job import Request, default_output, run_job
 from qconvert.formats.checkpoint import opened
 from qconvert.formats.errors import UsageError
+from qconvert.runtime.targets import get_target
 from safetensors.numpy import save_file
 
 LIMIT = 40_000
+WEIGHTS = "--transformer-weights-path"
 
 
 @pytest.fixture
@@ -67,6 +69,54 @@ def test_shards_hold_what_one_file_holds(blocks: Path, tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(a.nbytes for a in whole.values())
     with opened(folder) as read:
         assert read.tensors.keys() == whole.keys()
+
+
+@pytest.mark.parametrize("name", ["sh", "sh.safetensors"])
+@pytest.mark.parametrize("limit", ["40KB", "1GB"])
+def test_what_is_printed_is_there(blocks: Path, tmp_path: Path, name: str, limit: str) -> None:
+    """Every path that is printed, with shards and without, exists and is read by the other commands."""
+    output = tmp_path / "h" / name
+    ran = CliRunner().invoke(
+        cli, ["convert", str(blocks), "--to", "bf16", "--shard-size", limit, "-o", str(output)]
+    )
+    assert ran.exit_code == 0, ran.output
+    rows = [line.split() for line in ran.output.splitlines()]
+    made = {row[0]: Path(row[1]) for row in rows if row and row[0] in ("output", "done")}
+    made_of = made["done"]
+    assert made["output"] == made_of and made_of.is_file()
+    sharded = limit == "40KB"
+    assert made_of == (tmp_path / "h" / "sh.safetensors.index.json" if sharded else output)
+    served = [Path(row[row.index(WEIGHTS) + 1]) for row in rows if WEIGHTS in row]
+    # sglang loads a file of weights, or the files of a folder.
+    assert served and set(served) == {made_of.parent if sharded else made_of}
+    for words in (["check", made_of], ["verify", "--digest", made_of], ["verify", blocks, made_of]):
+        ran = CliRunner().invoke(cli, [str(word) for word in words])
+        assert ran.exit_code == 0, ran.output
+    for place in (made_of, made_of.parent) if sharded else (made_of,):
+        with opened(place) as read, opened(blocks) as before:
+            assert read.tensors.keys() == before.tensors.keys()
+
+
+def test_a_dry_run_and_json_name_the_index(blocks: Path, tmp_path: Path) -> None:
+    words = [
+        "convert",
+        str(blocks),
+        "--to",
+        "bf16",
+        "--shard-size",
+        "40KB",
+        "-o",
+        str(tmp_path / "h" / "sh"),
+        "--json",
+    ]
+    planned = json.loads(CliRunner().invoke(cli, [*words, "--dry-run"]).stdout)
+    made = json.loads(CliRunner().invoke(cli, words).stdout)
+    assert planned["output"] == made["output"] == str(tmp_path / "h" / "sh.safetensors.index.json")
+
+
+def test_an_index_as_source_gives_its_name_to_the_output(tmp_path: Path) -> None:
+    for name in ("m.safetensors.index.json", "m.safetensors", "m"):
+        assert default_output(tmp_path / name, get_target("bf16")) == tmp_path / "m.bf16.safetensors"
 
 
 def test_a_layer_larger_than_a_shard_stands_alone(blocks: Path, tmp_path: Path) -> None:
