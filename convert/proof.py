@@ -77,6 +77,8 @@ def _finite_scales(checkpoint: Checkpoint, layer: Layer) -> None:
             continue
         raw = checkpoint.read(tensor.name)
         values = (raw.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else raw
+        if tensor.dtype == "F16":
+            values = raw.astype(np.float32)
         bad = int(values.size - np.count_nonzero(np.abs(values) < _TOO_LARGE))
         if bad:
             raise QConvertError(
