@@ -55,7 +55,8 @@ def weight_range(checkpoint: Checkpoint, layers: Sequence[Layer]) -> ScaleScore 
         peak = 0.0
         for a, b in bands(layer.n, rows):
             x = np.abs(floats(stored.rows("weight", a, b).reshape(b - a, -1), str(layer.options["kind"])))
-            peak = max(peak, float((x.max(axis=1) * (scale[a:b] if len(scale) > 1 else scale)).max()))
+            with np.errstate(over="ignore", invalid="ignore"):  # Scales that are none are found elsewhere.
+                peak = max(peak, float((x.max(axis=1) * (scale[a:b] if len(scale) > 1 else scale)).max()))
         peaks.append(peak)
     scaled = chosen[0].options["scale"] != "none"
     return ScaleScore("scaled" if scaled else "unscaled", float(np.median(peaks)), len(chosen))
