@@ -73,7 +73,7 @@ class W4A8(Codec):
         stated = marker.get("group_size") if marker else None
         fitting = self._shapes(width, groups, stated)
         found = fitting[0] if fitting else None
-        if found is None or rel.shape[-2] != n:
+        if found is None or rel.shape[:-1] != weight.shape[:-1]:
             return f"{source} {rel} does not fit a packed weight {weight} with group_size {stated}"
         k, g, bits = found
         if channel is not None and int(np.prod(channel.shape, dtype=np.int64)) != n * max(experts, 1):

@@ -15,7 +15,7 @@ from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.finding import Finding
 from qconvert.formats.layers import Inventory, parse_assumption, take_inventory
 from qconvert.formats.marker import HEADER_KEY
-from qconvert.formats.registry import CODECS
+from qconvert.formats.registry import CODECS, codec
 from qconvert.formats.tensors import Spec
 
 Rng = np.random.Generator
@@ -416,3 +416,17 @@ def test_no_format_keeps_codes_in_floats_that_stand_alone(codec: Codec, dtype: s
     for shape in ((256,), (256, 128), (64, 64, 3, 3), (8, 256, 128)):
         tensors = {"weight": Spec(dtype, shape)} | ({"bias": Spec(dtype, shape[:1])} if bias else {})
         assert isinstance(codec.recognise(Group("blocks.0.fc1", tensors), None), str)
+
+
+def test_group_scales_of_another_number_of_experts_are_refused() -> None:
+    def claim(experts: int) -> object:
+        tensors = {
+            "weight": Spec("U8", (4, 128, 128)),
+            "weight_s_rel": Spec("F8_E4M3", (experts, 128, 16)),
+            "weight_s_channel": Spec("F32", (4, 128, 1)),
+        }
+        marker = {"format": "asym_w4a8_int8", "group_size": 16, "convrot": True}
+        return codec("w4a8").recognise(Group("blocks.0.experts", tensors), marker)
+
+    assert not isinstance(claim(4), str)
+    assert "does not fit" in str(claim(3))
