@@ -128,12 +128,7 @@ def output_header(plan: Plan) -> list[tuple[str, Spec]]:
     return [(out.name, out_spec(out)) for out in plan.outputs()]
 
 
-def describe(layer: Layer) -> str:
-    """A source layer's format in a word: its marker's, else the codec's."""
-    return str(layer.marker["format"]) if layer.marker else layer.codec.word(layer.options)
-
-
 def laid_anew(layer: Layer, codec: Codec, options: dict[str, Any]) -> str:
     """The reason of a repack, with what it may cost."""
     costs = dict.fromkeys((layer.codec.remark(layer.options), codec.remark(options)))
-    return "; ".join([f"{describe(layer)} laid out anew", *filter(None, costs)])
+    return "; ".join([f"{layer.word} laid out anew", *filter(None, costs)])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from qconvert.convert.actions import Action, ConstOut, CopyOut, Drop, Kind, PartOut, Plan, describe, laid_anew
+from qconvert.convert.actions import Action, ConstOut, CopyOut, Drop, Kind, PartOut, Plan, laid_anew
 from qconvert.convert.as_stored import copied, refusal
 from qconvert.convert.cut import cut_layers
 from qconvert.convert.names import Names
@@ -278,7 +278,7 @@ class _Planner:
             return self._move(layer, role, codec, options)
         rule = self.rules.get(layer.prefix)
         because = f"{rule.words}, " if rule and rule.form else ""
-        reason = f"{because}{describe(layer)} becomes {codec.name}"
+        reason = f"{because}{layer.word} becomes {codec.name}"
         return self._encode(layer, role, "requantise", reason, codec, options)
 
     def _as_stored(self, layer: Layer, role: str) -> Action | None:
@@ -294,7 +294,7 @@ class _Planner:
         if isinstance(got, str):
             return self._decode(layer, role, got) if layer.experts else None
         outputs, marker = got
-        reason = f"already {describe(layer)}"
+        reason = f"already {layer.word}"
         rest = self._marker_out(prefix, marker) + self._companions(layer, prefix, codec, layer.options)
         exact = marker == layer.marker and "comfy_quant" in layer.tensors
         kind: Kind = "copy" if exact else "retag"
@@ -417,7 +417,7 @@ class _Planner:
         marker = codec.marker(options)
         exact = exact and marker == layer.marker and (marker is None or "comfy_quant" in layer.tensors)
         kind: Kind = "copy" if exact else "retag"
-        reason = f"already {describe(layer)}" if exact else f"{describe(layer)}: marker or types mended"
+        reason = f"already {layer.word}" if exact else f"{layer.word}: marker or types mended"
         outputs += self._marker_out(prefix, marker) + self._companions(layer, prefix, codec, options)
         return Action(kind, reason, layer, prefix, role, codec, options, tuple(outputs))
 

@@ -9,7 +9,6 @@ from math import prod
 from pathlib import Path
 
 import click
-from qconvert.convert.actions import describe
 from qconvert.convert.recipe import VERSION
 from qconvert.convert.text import size
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
@@ -109,7 +108,7 @@ def _groups(inventory: Inventory, matches: tuple[FamilyMatch, ...]) -> list[_Gro
 def _what(group: _Group) -> str:
     shapes = sorted({(layer.n, layer.k) for layer in group.layers})
     shown = ", ".join(f"{n} x {k}" for n, k in shapes[:3]) + (", ..." if len(shapes) > 3 else "")
-    forms = ", ".join(sorted({describe(layer) for layer in group.layers}))
+    forms = ", ".join(sorted({layer.word for layer in group.layers}))
     count = len(group.layers)
     kind = "table" if group.role.kind == "embedding" else "layer"
     total = size(sum(layer.nbytes for layer in group.layers))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qconvert.convert.actions import LOSSLESS, Action, Plan, describe, out_spec
+from qconvert.convert.actions import LOSSLESS, Action, Plan, out_spec
 from qconvert.convert.classes import layer_class
 from qconvert.convert.execute import Result
 from qconvert.convert.job import Outcome
@@ -190,7 +190,7 @@ def _row(action: Action, results: Mapping[str, Result] | None) -> LayerRow:
     if results is not None:
         error = relative_error(results[layer.prefix]) if _measured(action, results) else 0.0
     return LayerRow(
-        action.prefix, layer_class(action.prefix, action.role), action.role, action.kind, describe(layer),
+        action.prefix, layer_class(action.prefix, action.role), action.role, action.kind, layer.word,
         action.method, (layer.n, layer.k), layer.params, layer.nbytes, _written(action), error, action.reason,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from qconvert.convert.actions import Action, Plan, describe
+from qconvert.convert.actions import Action, Plan
 from qconvert.convert.text import db
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.reader import LayerReader
@@ -56,7 +56,7 @@ def source_lines(plan: Plan, errors: Iterable[tuple[str, SourceError]]) -> list[
     found = dict(errors)
     sums: dict[str, SourceError] = {}
     for action in decoded_layers(plan):
-        own, name = found.get(action.layer.prefix), describe(action.layer)
+        own, name = found.get(action.layer.prefix), action.layer.word
         if own is not None:
             sums[name] = sums[name] + own if name in sums else own
     return [
