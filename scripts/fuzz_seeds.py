@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import pkgutil
 import struct
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from typing import Any
 
 import numpy as np
 from qconvert.convert.cli import main
+from qconvert.kernels import cpu
+from qconvert.kernels.cpu.jit import Kernel
 from qconvert.runtime.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -356,12 +359,30 @@ class Seeds:
         )
 
 
+def compile_kernels() -> None:
+    """Every kernel that a conversion may call. Half a minute where numba's cache has none."""
+    for module in pkgutil.iter_modules(cpu.__path__, f"{cpu.__name__}."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, Kernel):
+                value.compiled()
+
+
 def warm_up(seeds: Any) -> None:
     """What is loaded and compiled once is not a case's time or memory."""
+    compile_kernels()
     for seed in (seeds.torch, seeds.files[0], seeds.gguf[0], seeds.sharded):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            for file, data in seed.files.items():
-                (folder / file).write_bytes(data)
+        with laid_out(seed) as folder:
             quietly("inspect", folder / seed.main)
-            quietly(folder / seed.main, "--to", "bf16", "-o", folder / "out", "--jobs", "1")
+            quietly(folder / seed.main, "--to", "bf16", "-o", folder / "made", "--jobs", "1")
+    with laid_out(seeds.calibration) as folder:
+        path, known = folder / seeds.calibration.main, folder / "cal.safetensors"
+        quietly(path, "--to", "comfy_nvfp4", "--calibration", known, "-o", folder / "made", "--jobs", "1")
+
+
+@contextlib.contextmanager
+def laid_out(seed: Seed) -> Iterator[Path]:
+    """A folder with its files."""
+    with tempfile.TemporaryDirectory() as name:
+        for file, data in seed.files.items():
+            (Path(name) / file).write_bytes(data)
+        yield Path(name)

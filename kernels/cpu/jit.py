@@ -66,9 +66,13 @@ class Kernel:
         self._compiled: Callable[..., None] | None = None
 
     def __call__(self, *args: Any) -> None:
+        self.compiled()(*args)
+
+    def compiled(self) -> Callable[..., None]:
+        """The machine code, made or read from the cache now if it was not."""
         if self._compiled is None:
             self._compiled = self._compile()
-        self._compiled(*args)
+        return self._compiled
 
     def _compile(self) -> Callable[..., None]:
         # numba's cache notices a change of the kernel's own file only, not of helpers and constants from others;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numba.core import event
+from qconvert.kernels.cpu.jit import Kernel
+from qconvert.runtime.targets import TARGETS
 
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
@@ -40,6 +44,34 @@ def all_seeds() -> Any:
     )
     seeds_module.warm_up(made)
     return made
+
+
+def test_no_case_waits_for_a_compiler(
+    all_seeds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the warm-up, every kernel is there: whatever is decoded, whatever is encoded, calibrated or not."""
+    for value in gc.get_objects():
+        if type(value) is Kernel:
+            monkeypatch.setattr(value, "_compiled", None)
+    seeds_module.warm_up(all_seeds)
+    late: list[str] = []
+    compile_one = Kernel._compile
+    monkeypatch.setattr(Kernel, "_compile", lambda self: late.append(self._fn.__name__) or compile_one(self))
+    folder = tmp_path / "in"
+    folder.mkdir()
+    calls: list[list[str]] = []
+    for seed in (all_seeds.calibration, *all_seeds.files):
+        for name, data in seed.files.items():
+            (folder / f"{seed.name}.{name}".replace(":", "_")).write_bytes(data)
+    source, known = (str(folder / f"calibration.{name}.safetensors") for name in ("in", "cal"))
+    for target in TARGETS:
+        calls += [[source, "--to", target.name], [source, "--to", target.name, "--calibration", known]]
+    calls += [[str(path), "--to", "fp32"] for path in sorted(folder.iterdir()) if str(path) != known]
+    with event.install_recorder("numba:compile") as compiled:
+        for number, words in enumerate(calls):
+            seeds_module.quietly(*words, "-o", tmp_path / "out" / str(number), "--jobs", 1)
+    assert not late and not compiled.buffer
+    assert len(list((tmp_path / "out").iterdir())) > len(calls) // 2
 
 
 @pytest.mark.parametrize("kind", [kind.__name__ for kind in mutations.KINDS])
