@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fuzz_mutations import Case
+from fuzz_case import Case
 from qconvert.convert.cli import main
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.header import read_header

@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 if str(SCRIPTS) not in sys.path:
     sys.path.append(str(SCRIPTS))
 seeds: Any = importlib.import_module("fuzz_seeds")
-Case: Any = importlib.import_module("fuzz_mutations").Case
+Case: Any = importlib.import_module("fuzz_case").Case
 harness: Any = importlib.import_module("fuzz_harness")
 
 HUGE = (1 << 20, 1 << 31, 1 << 40, 1 << 62, 10**30, 1e300, -1, 0)

@@ -22,7 +22,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 if str(SCRIPTS) not in sys.path:
     sys.path.append(str(SCRIPTS))
 seeds: Any = importlib.import_module("fuzz_seeds")
-Case: Any = importlib.import_module("fuzz_mutations").Case
+Case: Any = importlib.import_module("fuzz_case").Case
 harness: Any = importlib.import_module("fuzz_harness")
 
 LAYERS = ("blocks.0.fc", "model.layers.0.self_attn.q_proj")

@@ -1,0 +1,41 @@
+"""A case: files, and the command that is given them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from fuzz_seeds import Seed
+from qconvert.runtime.contracts.registry import contract_names
+from qconvert.runtime.targets import TARGETS
+
+
+@dataclass
+class Case:
+    """`arguments`: of the command line, "{}" standing for the folder that `files` are written to."""
+
+    category: str
+    files: dict[str, bytes]
+    arguments: list[str]
+    #: Files that the safetensors library is asked about, too.
+    compared: list[str] = field(default_factory=list)
+
+
+def command(r: Random, main: str, *more: str) -> list[str]:
+    """inspect, check, or a conversion (planned only, or done)."""
+    path = "{}/" + main if main else "{}"
+    kind = r.randrange(8)
+    text = ["--json"] if r.randrange(2) else []
+    if kind < 2 and not more:
+        return ["inspect", path, *text]
+    if kind < 4 and not more:
+        runtime = ["--runtime", r.choice(contract_names())] if r.randrange(2) else []
+        return ["check", path, *runtime, *text]
+    target = r.choice(TARGETS).name
+    dry = ["--dry-run"] if kind < 6 else []
+    strict = ["--strict"] if r.randrange(8) == 0 else []
+    return ["convert", path, "--to", target, "-o", "{}/made/out", "--jobs", "1", *dry, *strict, *more, *text]
+
+
+def of_file(r: Random, category: str, seed: Seed, data: bytes) -> Case:
+    return Case(category, seed.files | {seed.main: data}, command(r, seed.main), [seed.main])
