@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from qconvert.formats.base import Codec, Part
 from qconvert.formats.finding import Finding
@@ -16,11 +16,12 @@ from qconvert.runtime.targets import Target
 #: marker or type mended. repack: bits moved, values identical. quantise: from unquantised. requantise: decoded with
 #: its own scales and encoded anew. decode: to an unquantised type. cast: from one unquantised type to another.
 Kind = Literal["keep", "copy", "retag", "repack", "quantise", "requantise", "decode", "cast"]
+#: Behind everything that lies in a source: (file, byte).
+_END = (1 << 62, 0)
 LOSSLESS: frozenset[str] = frozenset({"keep", "copy", "retag", "repack"})
 
 
-@dataclass(frozen=True, slots=True)
-class CopyOut:
+class CopyOut(NamedTuple):
     """An output tensor whose payload is a source tensor's, byte for byte."""
 
     name: str
@@ -28,8 +29,7 @@ class CopyOut:
     source: TensorSpec
 
 
-@dataclass(frozen=True, slots=True)
-class ConstOut:
+class ConstOut(NamedTuple):
     """An output tensor known at planning time (markers)."""
 
     name: str
@@ -37,8 +37,7 @@ class ConstOut:
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PartOut:
+class PartOut(NamedTuple):
     """An output tensor that a layer's transformation writes."""
 
     name: str
@@ -74,8 +73,7 @@ class Action:
         return str(marker["format"]) if marker else self.codec.word(self.options)
 
 
-@dataclass(frozen=True)
-class Drop:
+class Drop(NamedTuple):
     """A source tensor that has no place in the output, and why."""
 
     tensor: str
@@ -107,16 +105,29 @@ class Plan:
         return [finding for finding in self.findings if finding.level == "guess"]
 
     def outputs(self) -> list[CopyOut | ConstOut | PartOut]:
-        """Every output tensor, in the order of the source's payload; tensors of one layer together."""
+        """Every output tensor, in the order of the source's payload, so that what is copied stays in one piece.
+
+        What has no counterpart there follows its layer's weight. Markers do so at the very end: a few bytes between
+        two weights would move the second off its pages.
+        """
 
         def place(tensor: TensorSpec) -> tuple[int, int]:
             return tensor.file, tensor.start
 
-        items: list[tuple[tuple[int, int], list[CopyOut | ConstOut | PartOut]]] = [
-            (place(out.source), [out]) for out in self.loose
+        items: list[tuple[tuple[int, int], CopyOut | ConstOut | PartOut]] = [
+            (place(out.source), out) for out in self.loose
         ]
-        items += [(place(action.layer.first), list(action.outputs)) for action in self.actions]
-        return [out for _, outs in sorted(items, key=lambda item: item[0]) for out in outs]
+        for action in self.actions:
+            for out in action.outputs:
+                if isinstance(out, CopyOut):
+                    items.append((place(out.source), out))
+                    continue
+                before = action.layer.tensors.get(out.name.removeprefix(action.prefix + "."))
+                if isinstance(out, ConstOut) and (before is None or before.nbytes != out.spec.nbytes):
+                    items.append((_END, out))
+                else:
+                    items.append((place(before or action.layer.first), out))
+        return [out for _, out in sorted(items, key=lambda item: item[0])]
 
 
 def out_spec(out: CopyOut | ConstOut | PartOut) -> Spec:

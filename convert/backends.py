@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
 
 import click
 from qconvert.formats.checkpoint import dumps
@@ -58,6 +57,9 @@ def required_backend(name: str, asked: str) -> Backend:
 
 def versions() -> dict[str, str | None]:
     """Versions of qconvert and of what backends need, None for what is not installed. Imports none of it."""
+    # Not needed by conversions, and as slow to import as a fifth of numpy.
+    from importlib.metadata import PackageNotFoundError, version
+
     found: dict[str, str | None] = {"qconvert": qconvert.__version__}
     for package in PACKAGES:
         try:

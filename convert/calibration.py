@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -245,14 +245,12 @@ def opened_calibration(path: Path | None) -> Iterator[Calibration | None]:
         calibration.close()
 
 
-def note_calibration(plan: Plan, path: Path | None, notes: tuple[str, ...] = ()) -> Plan:
-    """The plan with these notes and what a calibration changes: its digest (in the metadata), and how many layers.
+def note_calibration(plan: Plan, path: Path) -> Plan:
+    """The plan with what a calibration changes: its digest (in the metadata), and how many layers (a note).
 
     Raises when the file fits none of the layers, or one of them only by name.
     """
-    with opened_calibration(path) as calibration:
-        if calibration is None:
-            return replace(plan, notes=(*plan.notes, *notes))
+    with closing(Calibration(path)) as calibration:
         names = calibrated_layers(calibration, plan)
         for action in plan.actions:
             if action.layer.prefix in names:
@@ -265,7 +263,7 @@ def note_calibration(plan: Plan, path: Path | None, notes: tuple[str, ...] = ())
         elif plan.target.static_range is None:
             said.append(f"calibration: only input_amax is recorded, and {plan.target.name} has no use for it")
         metadata = plan.metadata | {"qconvert_calibration": calibration.digest()}
-        plan = replace(plan, notes=(*plan.notes, *notes, *said), metadata=metadata)
+        plan = replace(plan, notes=(*plan.notes, *said), metadata=metadata)
         return _with_input_scales(plan, calibration)
 
 

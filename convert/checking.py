@@ -71,14 +71,14 @@ def judge(
         names = read_model(model)
         options = name_options(view, names)
         command = remedy(view, _target(contract, verdict), *options) if options else None
-        extra += [replace(v, remedy=command) for v in model_name_violations(view, names)]
-    return replace(verdict, violations=(*verdict.violations, *extra))
+        extra += [v._replace(remedy=command) for v in model_name_violations(view, names)]
+    return verdict._replace(violations=(*verdict.violations, *extra))
 
 
 def _mended(violation: Violation, view: HeaderView, contract: Contract, verdict: Verdict) -> Violation:
     if violation.severity == "note" or violation.rule in ("model-missing", "model-format"):
         return violation
-    return replace(violation, remedy=remedy(view, _target(contract, verdict)))
+    return violation._replace(remedy=remedy(view, _target(contract, verdict)))
 
 
 def _target(contract: Contract, verdict: Verdict) -> str:
@@ -160,7 +160,7 @@ def violation_lines(violations: Iterable[Violation]) -> list[str]:
     commands: dict[str, None] = {}
     for (severity, rule), members in rules.items():
         for violation in members[:SHOWN]:
-            lines.append(f"{severity:11} {replace(violation, remedy=None).line()}")
+            lines.append(f"{severity:11} {violation._replace(remedy=None).line()}")
         if len(members) > SHOWN:
             lines.append(
                 f"{severity:11} ... and {len(members) - SHOWN} more of the rule {rule} (--json lists them)"

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -407,6 +406,8 @@ def interrupted(word: str, error: BaseException) -> str:
 
 def fault(error: Exception) -> str:
     """An exception that nobody foresaw, in one line that can be reported."""
+    import traceback
+
     frames = traceback.extract_tb(error.__traceback__)
     where = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-3:]))
     return f"a fault of qconvert, please report it: {type(error).__name__}: {error} (at {where})"

@@ -14,14 +14,12 @@ from qconvert.convert.actions import LOSSLESS, Plan
 from qconvert.convert.backends import chosen_backend
 from qconvert.convert.classes import layer_class
 from qconvert.convert.cli import parse_pairs
-from qconvert.convert.finished import finished_before
+from qconvert.convert.forms import Forms
 from qconvert.convert.job import Outcome, Request, execute_plan, output_path, plan_job
 from qconvert.convert.plan import PlanOptions
-from qconvert.convert.planfile import Forms
 from qconvert.convert.progress import progress_bar
 from qconvert.convert.recipe import DTYPES, read_recipe
 from qconvert.convert.report import outcome_json, plan_json
-from qconvert.convert.report_write import check_report
 from qconvert.convert.screen import LABEL, say, say_rows, speaking, verbose, volume_of
 from qconvert.convert.serving import component_of, serving
 from qconvert.convert.shards import ShardWriter
@@ -91,6 +89,8 @@ def _run_convert(
     request = make_request(source, target, output, options)
     report: Path | None = options.get("report")
     if report is not None:
+        from qconvert.convert.report_write import check_report
+
         check_report(report, force=request.force)
     begun = time.monotonic()
     with opened(source) as checkpoint:
@@ -105,6 +105,8 @@ def _run_convert(
                 _report(report, checkpoint, plan, path, laid.file_size, None, as_json)
             return
         if request.resume and not request.force:
+            from qconvert.convert.finished import finished_before
+
             made = finished_before(request, checkpoint, plan, laid)
             if made is not None:
                 print_finished(checkpoint, plan, made, laid.file_size, as_json)

@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from qconvert.convert.actions import Action, PartOut
-from qconvert.convert.calibration import Calibrator
 from qconvert.convert.heap import keep_freed_buffers
 from qconvert.convert.journal import Notes, Record
 from qconvert.convert.units import ConstUnit, CopyUnit, LayerUnit, Unit
+from qconvert.convert.writeback import begin_writeback
 from qconvert.formats.base import F32, Array, Codes
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import QConvertError
@@ -30,6 +30,9 @@ from qconvert.formats.reader import LayerReader
 from qconvert.formats.values import change_basis, input_factor
 from qconvert.kernels.api import Backend
 from qconvert.kernels.search import SCALE_FLOOR
+
+if TYPE_CHECKING:
+    from qconvert.convert.calibration import Calibrator
 
 #: Elements of a piece: large enough to hide Python's overhead, small enough for the cache.
 PIECE_ELEMENTS = 1 << 20
@@ -49,8 +52,7 @@ Progress = Callable[[int], object]
 PROBE_ROWS = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(NamedTuple):
     """Rows [a, b) of a layer (of one expert) and their energies as computed, to be met by the file as written."""
 
     expert: int | None
@@ -236,6 +238,8 @@ class Executor:
                 source, self.out.fd, unit.start, unit.offset, unit.nbytes
             ):
                 self.out.write(self.checkpoint.pread(unit.file, unit.start, unit.nbytes).data, unit.offset)
+            else:
+                begin_writeback(self.out.fd, unit.offset, unit.nbytes)
             self._note(unit.key)
             self.progress(unit.nbytes)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ def _screen(
         else:
             why = next(v for v in verdict.all_violations() if v.severity in ("refuse", "trap"))
             # The facts behind it are what `check` is for.
-            yield f"runtime   {verdict.runtime}: no, {replace(why, found=None, expected=None).line()}"
+            yield f"runtime   {verdict.runtime}: no, {why._replace(found=None, expected=None).line()}"
 
 
 def _actions(value: Any) -> str:

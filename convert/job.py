@@ -5,32 +5,33 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from qconvert.convert.actions import Plan, out_spec, output_header
-from qconvert.convert.calibration import Calibrator, note_calibration, opened_calibration
+from qconvert.convert.actions import Plan, out_spec
 from qconvert.convert.execute import DEFAULT_MEMORY, Executor, Result
+from qconvert.convert.forms import Forms
 from qconvert.convert.gate import gate, refuse_plan
 from qconvert.convert.identity import job_digest, plan_digest
 from qconvert.convert.journal import Notes
 from qconvert.convert.output import OutputFile, refuse_same_file
+from qconvert.convert.place import lay_out
 from qconvert.convert.plan import PlanOptions, make_plan
-from qconvert.convert.planfile import Forms, planned_forms
 from qconvert.convert.proof import read_back
 from qconvert.convert.reading import read_source, refuse_senseless
 from qconvert.convert.shards import ShardWriter
 from qconvert.convert.sidecars import Sidecars
 from qconvert.convert.source_error import SourceError, decoded_layers, source_errors
-from qconvert.formats import digest, gguf_write
+from qconvert.formats import digest
 from qconvert.formats.checkpoint import INDEX_SUFFIX, Checkpoint, dumps
 from qconvert.formats.containers import SUFFIXES
 from qconvert.formats.errors import QConvertError, UsageError
-from qconvert.formats.header import Layout, layout
+from qconvert.formats.header import Layout
 from qconvert.formats.layers import Assumption
 from qconvert.formats.remote import Place, Remote
+from qconvert.kernels.api import Backend
 from qconvert.kernels.select import deferred_backend
 from qconvert.runtime.contracts.base import Contract, Verdict
 from qconvert.runtime.contracts.registry import contracts_of, get_contract
@@ -40,6 +41,9 @@ from qconvert.runtime.targets import Target, get_target
 from qconvert.runtime.verify import decibels
 
 import qconvert
+
+if TYPE_CHECKING:
+    from qconvert.convert.calibration import Calibrator
 
 #: Noise over signal from which on a layer counts as lost (3 dB). The worst format on the worst weights has 10 dB.
 LEFT = 0.5
@@ -135,21 +139,30 @@ def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
     inventory, judgements = read_source(checkpoint, request.assume)
     refuse_senseless(checkpoint, judgements)
     try:
-        options, notes = planned_forms(
-            request.forms,
-            request.plan,
-            checkpoint,
-            inventory,
-            target,
-            contracts,
-            request.calibration,
-            request.backend,
-        )
+        options = request.plan
+        notes: tuple[str, ...] = ()
+        if request.forms.asked:
+            from qconvert.convert.planfile import planned_forms
+
+            options, notes = planned_forms(
+                request.forms,
+                request.plan,
+                checkpoint,
+                inventory,
+                target,
+                contracts,
+                request.calibration,
+                request.backend,
+            )
         plan = make_plan(checkpoint, inventory, target, contracts, options)
     except QConvertError as error:
         error.file = error.file or str(checkpoint.path)
         raise
-    plan = note_calibration(plan, request.calibration, notes)
+    plan = replace(plan, notes=(*plan.notes, *notes))
+    if request.calibration is not None:
+        from qconvert.convert.calibration import note_calibration
+
+        plan = note_calibration(plan, request.calibration)
     if request.strict and plan.guesses:
         guess = plan.guesses[0]
         count = len(plan.guesses)
@@ -167,10 +180,9 @@ def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
     form = output_form(plan, checkpoint, "model.safetensors")
     if target.header is not None:
         metadata |= target.header(form)
-    lay_out = gguf_write.lay_out if target.container == "gguf" else layout
     plan = replace(plan, metadata=metadata)
     refuse_plan(output_path(request, target), plan, form, request.source)
-    return plan, lay_out(output_header(plan), metadata)
+    return plan, lay_out(plan)
 
 
 def output_form(plan: Plan, checkpoint: Checkpoint, file: str) -> OutputForm:
@@ -243,7 +255,7 @@ def execute_plan(
     backend = deferred_backend(request.backend)
     with ExitStack() as stack:
         beside = stack.enter_context(Sidecars(path.parent, sidecars | writer.index, force=request.force))
-        calibration = stack.enter_context(opened_calibration(request.calibration))
+        calibrate = _calibration(stack, request, plan, backend)
         outs = writer.open(
             stack,
             lambda part: job_digest(part, checkpoint),
@@ -263,7 +275,7 @@ def execute_plan(
                 progress=progress if notes is None else lambda done: None,
                 memory=request.memory,
                 journal=notes or out.journal,
-                calibrator=Calibrator(calibration, plan, backend) if calibration else None,
+                calibrator=calibrate(),
             )
 
         if request.engine == "ray":
@@ -297,6 +309,18 @@ def execute_plan(
     carried = source_errors(checkpoint, plan, backend)
     seconds = time.monotonic() - begun
     return Outcome(plan, writer.path, checkpoint.nbytes, writer.nbytes, results, verdicts, seconds, carried)
+
+
+def _calibration(
+    stack: ExitStack, request: Request, plan: Plan, backend: Backend
+) -> Callable[[], Calibrator | None]:
+    """What makes a file's calibrator; it makes none where nothing was recorded."""
+    if request.calibration is None:
+        return lambda: None
+    from qconvert.convert.calibration import Calibration, Calibrator
+
+    calibration = stack.enter_context(closing(Calibration(request.calibration)))
+    return lambda: Calibrator(calibration, plan, backend)
 
 
 def refuse_nothing_left(plan: Plan, results: dict[str, Result], file: str) -> None:

@@ -18,9 +18,8 @@ from typing import Any, Protocol
 from qconvert.formats.checkpoint import dumps
 from qconvert.formats.errors import QConvertError
 
-#: Seconds between flushes: what a killed run loses at most. They run beside the work and keep the device busy, so that
-#: little is left to flush at the end.
-FLUSH_SECONDS = 0.1
+#: Seconds between flushes: what a killed run loses at most, beside a flush's own time. Each costs: writers wait for it.
+FLUSH_SECONDS = 3.0
 
 Record = dict[str, Any]
 
@@ -56,6 +55,8 @@ class Journal:
         self._waiting: list[Record] = []
         self._lock = threading.Lock()
         self._last = time.monotonic()
+        #: Whether all is written: what waits is noted without waiting for its time.
+        self._ending = False
         self._noting: threading.Thread | None = None
         self._error: BaseException | None = None
         self._fd = -1
@@ -116,8 +117,9 @@ class Journal:
                 self._begin()
 
     def begin_flush(self) -> None:
-        """Let the device take what was written while the caller does something else."""
+        """All is written: let the device take it while the caller does something else."""
         with self._lock:
+            self._ending = True
             self._begin()
 
     def _begin(self) -> None:
@@ -130,18 +132,20 @@ class Journal:
             raise self._error
 
     def _note(self) -> None:
-        """Flush beside the work, again and again while there is something to note: the device is never idle."""
+        """Flush beside the work, and note what was finished before."""
         while True:
             with self._lock:
                 ready, self._waiting = self._waiting, []
-                if not ready or self._error is not None:
-                    self._last = time.monotonic()
+                due = self._ending or time.monotonic() - self._last >= FLUSH_SECONDS
+                if not (ready and due) or self._error is not None:
+                    self._waiting = ready
                     self._noting = None
                     return
             try:
                 self._write(ready)
             except BaseException as error:
                 self._error = error
+            self._last = time.monotonic()
 
     def _write(self, ready: list[Record]) -> None:
         self._flush()

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from qconvert.convert.journal import Journal
+from qconvert.convert.writeback import begin_writeback
 from qconvert.formats.errors import QConvertError, TransferError, UsageError
 
 #: Room beyond the payload that must be free, for the file system's own needs.
@@ -189,13 +190,14 @@ class OutputFile:
 
     def write(self, data: memoryview | bytes, offset: int) -> None:
         """All of `data` at `offset`. Safe from several threads. Raises QConvertError (no space, I/O error)."""
-        view = memoryview(data).cast("B")
+        view, at = memoryview(data).cast("B"), offset
         try:
             while view:
-                done = os.pwrite(self._fd, view, offset)
-                view, offset = view[done:], offset + done
+                done = os.pwrite(self._fd, view, at)
+                view, at = view[done:], at + done
         except OSError as error:
             raise self._failed(error) from None
+        begin_writeback(self._fd, offset, at - offset)
 
     def flush(self) -> None:
         """Everything written so far is on the device."""

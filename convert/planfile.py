@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from qconvert.convert.budget import KEEP, Measured, measure, parse_budget
 from qconvert.convert.calibration import opened_calibration
+from qconvert.convert.forms import Forms
 from qconvert.convert.plan import PlanOptions
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import QConvertError, UsageError, close_to
@@ -28,16 +29,6 @@ from qconvert.runtime.targets import Target, get_target
 
 VERSION = 1
 _MAX_BYTES = 32_000_000
-
-
-@dataclass(frozen=True)
-class Forms:
-    """What the user said about layers' forms: a budget or a least SQNR, a plan to follow, where to save one."""
-
-    budget: str | None = None
-    min_sqnr: float | None = None
-    plan: Path | None = None
-    plan_out: Path | None = None
 
 
 def planned_forms(

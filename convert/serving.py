@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 
 from qconvert.convert.actions import Plan
 from qconvert.formats.checkpoint import INDEX_SUFFIX
@@ -71,4 +70,8 @@ def _of(plan: Plan) -> str:
 
 
 def _joined(words: list[str]) -> str:
-    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+    if os.name == "nt":
+        from subprocess import list2cmdline
+
+        return list2cmdline(words)
+    return shlex.join(words)

@@ -8,14 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qconvert.convert.actions import Action, CopyOut, Plan, out_spec, output_header
+from qconvert.convert.actions import Action, CopyOut, Plan, out_spec
 from qconvert.convert.execute import Executor, Result
 from qconvert.convert.output import OutputFile
+from qconvert.convert.place import lay_out
 from qconvert.convert.units import make_units
 from qconvert.formats.checkpoint import INDEX_SUFFIX, Checkpoint, dumps
 from qconvert.formats.digest import digest_place, file_digest
 from qconvert.formats.errors import QConvertError, UsageError
-from qconvert.formats.header import Layout, layout
+from qconvert.formats.header import Layout
 from qconvert.formats.tensors import TensorSpec
 
 
@@ -83,10 +84,7 @@ class ShardWriter:
             require_shards_are_read(plan)
             plans = split_plan(plan, limit)
             names = shard_names(file, len(plans)) if len(plans) > 1 else [file]
-            self.parts = [
-                (name, shard, layout(output_header(shard), shard.metadata))
-                for name, shard in zip(names, plans, strict=True)
-            ]
+            self.parts = [(name, shard, lay_out(shard)) for name, shard in zip(names, plans, strict=True)]
         parts = [(name, laid) for name, _, laid in self.parts]
         self.index = index_file(file, parts) if len(parts) > 1 else {}
         #: What the output is opened by: its one file, or its index.

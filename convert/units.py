@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from qconvert.convert.actions import Action, ConstOut, CopyOut, Plan
 from qconvert.formats.header import Layout
@@ -11,8 +11,7 @@ from qconvert.formats.header import Layout
 COPY_BYTES = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ConstUnit:
+class ConstUnit(NamedTuple):
     """Bytes known at planning time."""
 
     key: str
@@ -24,8 +23,7 @@ class ConstUnit:
         return len(self.data)
 
 
-@dataclass(frozen=True, slots=True)
-class CopyUnit:
+class CopyUnit(NamedTuple):
     """`nbytes` from `start` of source file `file` to `offset` of the output."""
 
     key: str
@@ -35,8 +33,7 @@ class CopyUnit:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class LayerUnit:
+class LayerUnit(NamedTuple):
     """One layer's transformation, of one expert where the layer is a bank."""
 
     key: str
@@ -84,6 +81,10 @@ def _copies(plan: Plan, laid: Layout) -> Iterator[CopyUnit]:
         else:
             runs.append([tensor.file, tensor.start, offset, tensor.nbytes])
     for file, start, offset, size in runs:
-        for begin in range(0, size, COPY_BYTES):
-            at = offset + begin
-            yield CopyUnit(f"copy:{at}", file, start + begin, at, min(COPY_BYTES, size - begin))
+        done = 0
+        while done < size:
+            at = offset + done
+            # To the next multiple in the output, so that pieces are whole pages where these are shared.
+            piece = min(COPY_BYTES - at % COPY_BYTES, size - done)
+            yield CopyUnit(f"copy:{at}", file, start + done, at, piece)
+            done += piece

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +33,7 @@ Place = Literal["rows", "tiles", "columns", "whole"]
 Statistic = Literal["none", "amax", "sample"]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A tensor that a codec owns in its output: `<layer>.<suffix>`."""
 
     suffix: str
@@ -89,8 +88,7 @@ class Group:
         return all(suffix in self.tensors for suffix in suffixes)
 
 
-@dataclass(frozen=True)
-class Recognition:
+class Recognition(NamedTuple):
     """A codec's claim on a layer: logical shape [n, k], options, the suffixes it consumes, and how it knows."""
 
     codec: str

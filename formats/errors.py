@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 
 class QConvertError(Exception):
@@ -46,6 +45,8 @@ class QConvertError(Exception):
 
 def close_to(word: str, known: Iterable[str], otherwise: str, likeness: float = 0.6) -> str:
     """ "did you mean X?" for a word that is nearly one of the known ones, else `otherwise`."""
+    from difflib import get_close_matches
+
     close = get_close_matches(word, list(known), 1, likeness)
     return f"did you mean {close[0]}?" if close else otherwise
 

@@ -9,8 +9,7 @@ a guess; what the user states with --assume is never changed; without evidence m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from qconvert.formats.base import stored_k
 from qconvert.formats.checkpoint import Checkpoint
@@ -28,8 +27,7 @@ Topic = Literal["block scales", "nibble order", "rotation", "fp8 scale"]
 UNMARKED = "no marker; "
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
+class Judgement(NamedTuple):
     """One question, answered or not, for some layers.
 
     `contrary`: values say otherwise than the file's markers or the user. `fatal`: no reading makes sense of them.
@@ -43,8 +41,7 @@ class Judgement:
     fatal: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     """What a question came to: the option it settles, whether values or only the claim say so, and in words."""
 
     topic: Topic

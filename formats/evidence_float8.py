@@ -8,22 +8,23 @@ weights that are huge with theirs were given its reciprocal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
+from qconvert.formats.base import Array
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Layer
-from qconvert.formats.sample import BAND, bands, floats, reader, spread
+from qconvert.formats.sample import BAND, F32, bands, floats, reader, spread
 
 MAX_LAYERS = 32
 BUDGET = 8 << 20
 #: No trained matrix reaches this, let alone half of them.
 LARGE_WEIGHT = 64.0
+#: The code of the largest finite number.
+LARGEST_CODE = {"F8_E4M3": 0x7E, "F8_E5M2": 0x7B}
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleScore:
+class ScaleScore(NamedTuple):
     """`amax`: the median over layers of the largest sampled weight, scale applied where there is one."""
 
     kind: Literal["scaled", "unscaled"]
@@ -54,9 +55,21 @@ def weight_range(checkpoint: Checkpoint, layers: Sequence[Layer]) -> ScaleScore 
         rows = max(BAND, BUDGET // len(chosen) // max(layer.k, 1))
         peak = 0.0
         for a, b in bands(layer.n, rows):
-            x = np.abs(floats(stored.rows("weight", a, b).reshape(b - a, -1), str(layer.options["kind"])))
+            largest = row_peaks(stored.rows("weight", a, b).reshape(b - a, -1), str(layer.options["kind"]))
             with np.errstate(over="ignore", invalid="ignore"):  # Scales that are none are found elsewhere.
-                peak = max(peak, float((x.max(axis=1) * (scale[a:b] if len(scale) > 1 else scale)).max()))
+                peak = max(peak, float((largest * (scale[a:b] if len(scale) > 1 else scale)).max()))
         peaks.append(peak)
     scaled = chosen[0].options["scale"] != "none"
-    return ScaleScore("scaled" if scaled else "unscaled", float(np.median(peaks)), len(chosen))
+    # The median; numpy's own imports its masked arrays, which takes longer than all of this.
+    middle = sorted(peaks)[(len(peaks) - 1) // 2 : len(peaks) // 2 + 1]
+    return ScaleScore("scaled" if scaled else "unscaled", sum(middle) / len(middle), len(chosen))
+
+
+def row_peaks(codes: Array, kind: str) -> F32:
+    """The largest finite magnitude in each row of fp8 codes [R, K], as float32 [R]: without its sign, a code grows
+    with its value."""
+    magnitude = codes.view(np.uint8) & 0x7F
+    largest = LARGEST_CODE[kind]
+    if magnitude.max() > largest:
+        magnitude[magnitude > largest] = 0
+    return floats(magnitude.max(axis=1), kind)

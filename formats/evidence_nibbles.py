@@ -14,7 +14,7 @@ Each pair of channels gives one vote, summed over all matrices and references; u
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +48,7 @@ _FLOATS = ("BF16", "F16", "F32", "F64")
 Votes = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class NibbleScore:
+class NibbleScore(NamedTuple):
     """`pairs` of channels voted in the dimension that tells most, `high` of them for high nibble first."""
 
     z: float

@@ -8,7 +8,7 @@ under each assumption, and the one that gives natural weights is the right one. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,7 @@ GROUPS = (4, 16, 64, 256, 1024)
 MIN_KURTOSIS, MIN_RATIO, MIN_Z, MIN_SHARE = 0.02, 1.25, 6.0, 0.7
 
 
-@dataclass(frozen=True, slots=True)
-class RotationScore:
+class RotationScore(NamedTuple):
     """Mean excess kurtosis and unevenness of columns in the plain basis, by the group assumed (0 for none)."""
 
     claimed: int

@@ -10,7 +10,7 @@ structure both explain what chance gives, and their difference, in its standard 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,7 @@ _BLOCK = {"nvfp4": 16, "mxfp8": 32}
 _LOGARITHMS = np.log2(np.maximum(np.abs(E4M3), 2.0**-9).astype(np.float64))
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutScore:
+class LayoutScore(NamedTuple):
     """Shares of the scales' spread that rows and columns explain above chance; z > 0 speaks for swizzled."""
 
     swizzled: float

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 #: note: certain and harmless. repair: certain, and changed in the output. guess: likely; refused under --strict.
 Level = Literal["note", "repair", "guess"]
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """`message` says what was found or assumed, `evidence` what that rests on."""
 
     level: Level

@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import isinf, prod
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from qconvert.formats.dtypes import BITS, nbytes
 from qconvert.formats.errors import HeaderError
@@ -22,6 +21,8 @@ from qconvert.formats.tensors import Spec, TensorSpec
 #: The reference implementation's own cap.
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMS = 64
+#: Bytes of a page: what file systems share between files.
+PAGE = 4096
 #: Tensors of one file: what takes seconds and 200 MB to read. Files of trillions of weights have a third of it.
 MAX_TENSORS = 200_000
 #: Levels of JSON beside headers. Real configurations have six.
@@ -37,8 +38,7 @@ _OTHER_KINDS = (
 )
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """A parsed header. `tensors` are in payload order with absolute offsets; `data_start` is where payload begins."""
 
     tensors: tuple[TensorSpec, ...]
@@ -269,8 +269,7 @@ def _tensor(name: str, key: str, entry: Any, data_start: int, payload: int, inde
     return TensorSpec(key, dtype, tuple(shape), data_start + begin, size, index)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """A header laid out before any payload exists: `prefix` are the first bytes of the file."""
 
     prefix: bytes
@@ -279,11 +278,14 @@ class Layout:
     file_size: int
 
 
-def layout(tensors: Iterable[tuple[str, Spec]], metadata: Mapping[str, str]) -> Layout:
+def layout(
+    tensors: Iterable[tuple[str, Spec]], metadata: Mapping[str, str], page_offset: int | None = None
+) -> Layout:
     """Place tensors in the order given (absolute byte offsets) and render the header.
 
     Wider types first would align better, but order is the caller's: payload order follows the source, so that
-    copies stay sequential. The header is padded with spaces to a multiple of 8 bytes, as the format asks.
+    copies stay sequential. The header is padded with spaces to a multiple of 8 bytes, as the format asks; with
+    `page_offset` (a multiple of 8) until the payload begins so far behind the beginning of a page.
     """
     document: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     cursor = 0
@@ -304,6 +306,8 @@ def layout(tensors: Iterable[tuple[str, Spec]], metadata: Mapping[str, str]) -> 
         cursor += size
     raw = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
+    if page_offset is not None:
+        raw += b" " * ((page_offset - 8 - len(raw)) % PAGE)
     start = 8 + len(raw)
     offsets = {key: begin + start for key, begin in begins.items()}
     return Layout(len(raw).to_bytes(8, "little") + raw, offsets, specs, start + cursor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from qconvert.formats.base import Array, Codec, Group, Recognition
@@ -218,7 +218,7 @@ def _assume(layer: Layer, assumed: Assumption) -> None:
                 found=str(layer.tensors[source].spec),
             )
     layer.options.update(assumed.layout)
-    layer.findings = [replace(f, level="note") if f.level == "guess" else f for f in layer.findings]
+    layer.findings = [f._replace(level="note") if f.level == "guess" else f for f in layer.findings]
 
 
 def _group(

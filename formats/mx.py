@@ -8,7 +8,6 @@ mxfp8 shares its codes with ComfyUI's (formats/mxfp8.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -180,4 +179,4 @@ class RowMajorMxfp8(Mxfp8Dialect):
             return got
         if got.options["scales"] != "linear":
             return "scales are padded to tiles"
-        return replace(got, options=got.options | {"stated": said.method})
+        return got._replace(options=got.options | {"stated": said.method})

@@ -8,8 +8,7 @@ stored. Converting between them moves bits; only a reciprocal can move, by one u
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from qconvert.formats.base import (
@@ -35,8 +34,7 @@ from qconvert.kernels.api import Backend, Quality
 from qconvert.kernels.layout import swap_nibbles, swizzle, unpack_nibbles, unswizzle
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
+class Names(NamedTuple):
     """What a dialect calls its tensors. `*_divides`: the file holds the reciprocal of ComfyUI's number."""
 
     weight: str = "weight"

@@ -7,16 +7,14 @@ checkpoint asks any. fsspec is imported when the first of them is asked.
 from __future__ import annotations
 
 import io
-import random
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 from qconvert.formats.errors import QConvertError, TransferError
 
@@ -49,8 +47,7 @@ _HTTP = ("http", "https")
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class RemoteStat:
+class RemoteStat(NamedTuple):
     """What a file system says of a file. `version`: "" where it says nothing of the kind."""
 
     st_size: int
@@ -224,8 +221,10 @@ def attempts(call: Callable[[], _T], name: str, wait: Callable[[float], object] 
                 raise TransferError(
                     f"{ATTEMPTS} attempts failed: {problem}", file=name, hint="--resume continues"
                 ) from None
+            from random import random
+
             # At random, so that many workers do not come back at the same moment.
-            wait(min(LONGEST_SECONDS, BACKOFF_SECONDS * 2**attempt) * (0.5 + random.random()))
+            wait(min(LONGEST_SECONDS, BACKOFF_SECONDS * 2**attempt) * (0.5 + random()))
     raise AssertionError("unreachable")
 
 

@@ -26,8 +26,7 @@ class Spec(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """A stored tensor: `start` is the absolute byte offset in `file` (an index into the checkpoint's files)."""
 
     name: str

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from qconvert.kernels.api import Backend
 
@@ -53,8 +52,7 @@ def get_backend(name: str = "cpu") -> Backend:
     return backend
 
 
-@dataclass(frozen=True, slots=True)
-class BackendState:
+class BackendState(NamedTuple):
     """`ready`: made in this process, computes what it is asked to. `refused`: cannot run here, `reason` says why."""
 
     name: str

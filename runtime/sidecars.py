@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from qconvert.formats.tensors import Spec
 
 
-@dataclass(frozen=True)
-class LayerForm:
+class LayerForm(NamedTuple):
     """One layer as it will be written. `prefix` is its name in the output, `tensors` its tensors by suffix."""
 
     prefix: str
@@ -31,8 +29,7 @@ class LayerForm:
         return self.codec != "plain"
 
 
-@dataclass(frozen=True)
-class OutputForm:
+class OutputForm(NamedTuple):
     """A finished plan as a hook sees it. `config`: the source's config.json ({} when it had none)."""
 
     target: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from qconvert.formats.base import F32
@@ -31,8 +31,7 @@ def decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(ratio) if ratio > 0 else -math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class LayerMatch:
+class LayerMatch(NamedTuple):
     """Energies (float64) of one layer: of the weights, and of its outputs on random inputs (0 where not run)."""
 
     layer: str
@@ -54,8 +53,7 @@ class LayerMatch:
         return decibels(self.out_signal, self.out_noise)
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """One of the two files."""
 
     checkpoint: Checkpoint
@@ -180,8 +178,7 @@ def pair_layers(
     return pairs, missing, extra
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """The verdict on a whole file."""
 
     matches: list[LayerMatch]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from qconvert.formats.tensors import HeaderView
 
@@ -14,8 +13,7 @@ Severity = Literal["refuse", "trap", "environment", "note"]
 Kind = Literal["linear", "embedding"]
 
 
-@dataclass(frozen=True, slots=True)
-class Violation:
+class Violation(NamedTuple):
     """One broken rule. `rule` is a stable id; `message` is the runtime's own wording where it has one."""
 
     severity: Severity
@@ -37,8 +35,7 @@ class Violation:
         return text + (f"; {self.remedy}" if self.remedy else "")
 
 
-@dataclass(frozen=True, slots=True)
-class LayerVerdict:
+class LayerVerdict(NamedTuple):
     """What the runtime would do with one layer; `method` is the runtime's name for it (or "unquantised")."""
 
     layer: str
@@ -48,14 +45,13 @@ class LayerVerdict:
     violations: tuple[Violation, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """A contract's answer for a whole file. `config` is the runtime's config class, None if none resolves."""
 
     runtime: str
     config: str | None
     layers: tuple[LayerVerdict, ...] = ()
-    violations: tuple[Violation, ...] = field(default=())
+    violations: tuple[Violation, ...] = ()
 
     def all_violations(self) -> tuple[Violation, ...]:
         return self.violations + tuple(v for layer in self.layers for v in layer.violations)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from qconvert.formats.dtypes import BLOCKS
 from qconvert.formats.tensors import HeaderView, Spec
@@ -24,8 +23,7 @@ HEADER_KEY = "_quantization_metadata"
 _NOT_IN_MARKERS = frozenset({"scale", "tensors", "partitions", "bits"})
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     """One layer of a header: its marker and its tensors by suffix (the marker's own tensor left out)."""
 
     prefix: str
@@ -93,12 +91,12 @@ def with_remedies(verdict: Verdict, command: str) -> Verdict:
 
     def mended(violations: tuple[Violation, ...]) -> tuple[Violation, ...]:
         return tuple(
-            v if v.severity == "note" or v.rule.startswith("tp-") else replace(v, remedy=command)
+            v if v.severity == "note" or v.rule.startswith("tp-") else v._replace(remedy=command)
             for v in violations
         )
 
-    layers = tuple(replace(layer, violations=mended(layer.violations)) for layer in verdict.layers)
-    return replace(verdict, layers=layers, violations=mended(verdict.violations))
+    layers = tuple(layer._replace(violations=mended(layer.violations)) for layer in verdict.layers)
+    return verdict._replace(layers=layers, violations=mended(verdict.violations))
 
 
 def up(value: int, multiple: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from qconvert.formats.errors import UsageError
@@ -48,11 +47,11 @@ class OtherContract:
 
         def mended(violations: Iterable[Violation]) -> tuple[Violation, ...]:
             return tuple(
-                replace(v, remedy=command) if v.severity in ("refuse", "trap") else v for v in violations
+                v._replace(remedy=command) if v.severity in ("refuse", "trap") else v for v in violations
             )
 
-        layers = tuple(replace(layer, violations=mended(layer.violations)) for layer in verdict.layers)
-        return replace(verdict, layers=layers, violations=mended(verdict.violations))
+        layers = tuple(layer._replace(violations=mended(layer.violations)) for layer in verdict.layers)
+        return verdict._replace(layers=layers, violations=mended(verdict.violations))
 
     def mending(self, verdict: Verdict) -> str | None:
         """The target that mends such a file: the one of its config, else the runtime's first."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from qconvert.runtime.contracts.base import Kind, Violation
 from qconvert.runtime.contracts.common import is_power_of_4, marker_text
@@ -36,8 +35,7 @@ _NESTED_KEYS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Dialect:
+class Dialect(NamedTuple):
     """Where the versions differ."""
 
     name: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from qconvert.formats.tensors import Spec
 from qconvert.runtime.contracts.base import Violation
@@ -15,8 +15,7 @@ SIX_BIT = "the 6-bit variant of asym_w4a8_int8 is not served"
 _SCALAR: tuple[tuple[int, ...], ...] = ((), (1,))
 
 
-@dataclass(frozen=True, slots=True)
-class Param:
+class Param(NamedTuple):
     """A parameter of the runtime's layer: the types and shapes it takes from a file."""
 
     suffix: str

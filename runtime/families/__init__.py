@@ -7,9 +7,8 @@ heavy is imported.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qconvert.runtime.families.match import FamilyMatch, Role, RuntimeRules
@@ -45,8 +44,7 @@ _COMMON = "common.toml"
 @cache
 def load_families(*, trusted: bool = True) -> tuple[Family, ...]:
     """Every family that ships, sorted by id. Their patterns cannot change, so only the tests look at all of them."""
-    folder = resources.files(__package__) / "data"
-    texts = {item.name: item.read_text("utf-8") for item in folder.iterdir() if item.name.endswith(".toml")}
+    texts = {item.name: item.read_text("utf-8") for item in Path(__file__).with_name("data").glob("*.toml")}
     common = texts.pop(_COMMON)
     families: dict[str, Family] = {}
     for name in sorted(texts):
@@ -57,7 +55,7 @@ def load_families(*, trusted: bool = True) -> tuple[Family, ...]:
     components = {family.id: family.component for family in families.values()}
     shared = parse_common(common, _COMMON, components, trusted=trusted)
     return tuple(
-        replace(family, runtime_rules=family.runtime_rules + shared[family.id])
+        family._replace(runtime_rules=family.runtime_rules + shared[family.id])
         for family in families.values()
     )
 

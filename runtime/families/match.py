@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from qconvert.runtime.families.pattern import NamePattern
 from qconvert.runtime.families.schema import (
@@ -18,8 +19,7 @@ from qconvert.runtime.families.schema import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
+class Role(NamedTuple):
     """What a layer is. "other" is what no rule speaks of: neither quantised nor known to be delicate."""
 
     kind: Kind
@@ -114,8 +114,7 @@ class FamilyMatch:
         return block < rule.first or block >= self._blocks[rule.layers] - rule.last
 
 
-@dataclass(frozen=True)
-class RuntimeRules:
+class RuntimeRules(NamedTuple):
     """The answers of one runtime for one family in one format; a text is the reason, None means no objection."""
 
     match: FamilyMatch

@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from qconvert.runtime.families.pattern import NamePattern
 
@@ -53,8 +53,7 @@ class FamilyDataError(ValueError):
     """A family file is wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeRule:
+class ShapeRule(NamedTuple):
     """Some tensor whose name matches has in dimension `dim` one of these sizes, or (`none_of`) another size."""
 
     tensor: NamePattern
@@ -68,8 +67,7 @@ class ShapeRule:
         return bool(sizes - (self.none_of or frozenset()))
 
 
-@dataclass(frozen=True, slots=True)
-class Detection:
+class Detection(NamedTuple):
     """All of `required` and `shapes` hold, none of `forbidden` matches a name. Names without the prefix."""
 
     required: tuple[NamePattern, ...]
@@ -79,16 +77,14 @@ class Detection:
     prefixes: tuple[NamePattern, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
+class Variant(NamedTuple):
     """A member of a family told apart from its siblings; the first that holds is taken."""
 
     id: str
     detection: Detection
 
 
-@dataclass(frozen=True, slots=True)
-class RoleRule:
+class RoleRule(NamedTuple):
     """What the layers whose whole name matches are. With `first` or `last`: only in that many outermost blocks."""
 
     layers: NamePattern
@@ -99,8 +95,7 @@ class RoleRule:
     last: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FusedRule:
+class FusedRule(NamedTuple):
     """`<stem>.<member>` of one stem become one module when the runtime loads them."""
 
     runtime: str
@@ -122,8 +117,7 @@ class RuntimeRule:
     variants: frozenset[str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """One architecture: how it is recognised, what its layers are, what runtimes do with it."""
 
     id: str

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from qconvert.convert.budget import KEEP, Budget, Choice, Group, choose, parse_budget
+from qconvert.convert.forms import Forms
 from qconvert.convert.job import Outcome, Request, plan_job, run_job
-from qconvert.convert.planfile import Forms
 from qconvert.formats.checkpoint import opened
 from qconvert.formats.errors import UsageError
 from qconvert.runtime.calibration_record import write_calibration
