@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import resource
 import shutil
@@ -27,6 +28,8 @@ SECONDS = 2.0
 #: How a batch tells of a job that failed by what nobody foresaw.
 _UNNAMED = re.compile(r"\b[A-Z]\w*(?:Error|Exception): [^\n]{0,80}")
 BYTES = 200 << 20
+#: How the file is called, after a case's folder, that takes what is written past sys.stderr.
+STDERR = ".stderr"
 
 
 class Hang(BaseException):
@@ -75,8 +78,22 @@ def limit_memory(more: int = BYTES + (100 << 20)) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
+@contextlib.contextmanager
+def descriptor_2(path: Path) -> Iterator[None]:
+    """What is written past sys.stderr, by a library's log or by a crash, goes to a file, which stays when we die."""
+    sys.stderr.flush()
+    kept, there = os.dup(2), os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    os.dup2(there, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(there)
+
+
 def run_case(case: Case, folder: Path) -> Report:
-    """`folder` is emptied, and stays as the case left it."""
+    """`folder` is emptied, and stays as the case left it; beside it, what was written past sys.stderr."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name, data in case.files.items():
@@ -88,11 +105,17 @@ def run_case(case: Case, folder: Path) -> Report:
     ]
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="", write_through=True) for _ in "oe")
     Path("/proc/self/clear_refs").write_text("5")
+    past = folder.with_name(folder.name + STDERR)
     before, begun = _status("VmRSS:"), _cpu()
     code: int | None = None
     faults: list[str] = []
     try:
-        with time_limit(SECONDS), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with (
+            descriptor_2(past),
+            time_limit(SECONDS),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
             main(arguments)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else -1
@@ -106,12 +129,20 @@ def run_case(case: Case, folder: Path) -> Report:
     printed, said = (stream.buffer.getvalue().decode("utf-8", "replace") for stream in (out, err))
     if code is not None:
         faults += list(_ending(case, code, printed, said))
+    if past.stat().st_size:
+        faults.append(f"written past sys.stderr: {last_line(past)[:200]}")
     faults += list(_leftovers(case, code, folder))
     stricter = None
     for name in case.compared:
         wrong, stricter = compare(folder / name)
         faults += [wrong] if wrong else []
     return Report(case.category, code, seconds, grown, faults, stricter)
+
+
+def last_line(path: Path) -> str:
+    """Of a file that may be absent or empty: "" then."""
+    lines = path.read_text("utf-8", "replace").split("\n") if path.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "")
 
 
 def _cpu() -> float:

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import sys
+import tracemalloc
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from qconvert.formats import pickle_container
 from qconvert.formats.checkpoint import Checkpoint, opened
 from qconvert.formats.errors import QConvertError
 
@@ -152,3 +154,85 @@ def test_truncated(cut: int, tmp_path: Path, rng: np.random.Generator) -> None:
     path.write_bytes(path.read_bytes()[:-cut])
     with pytest.raises(QConvertError):
         Checkpoint.open(path)
+
+
+def archive(path: Path, pickle: bytes, order: bytes = b"little", **options: Any) -> Path:
+    with zipfile.ZipFile(path, "w", **options) as made:
+        for name, data in (
+            ("data.pkl", pickle),
+            ("byteorder", order),
+            ("data/0", bytes(64)),
+            ("version", b"3\n"),
+        ):
+            made.writestr(f"m/{name}", data)
+    return path
+
+
+def storage(offset: int) -> bytes:
+    """One element of F32 at `offset` of storage 0, which has sixteen."""
+    stored = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpuK\x10tQ"
+    return (
+        b"ctorch._utils\n_rebuild_tensor_v2\n("
+        + stored
+        + b"J"
+        + offset.to_bytes(4, "little", signed=True)
+        + b"(K\1t(K\1t\x89ccollections\nOrderedDict\n)RtR"
+    )
+
+
+A, B = b"X\1\0\0\0a", b"X\1\0\0\0b"
+
+
+@pytest.mark.parametrize(
+    ("pickle", "words"),
+    [
+        (b"}q\0" + A + b"h\0s.", "nested too deeply"),
+        (b"}" + b"q\0" + A + b"}" + A + b"h\0ss.", "nested too deeply"),
+        (b"}" + (A + b"}") * 5000 + b"s" * 5000 + b".", "nested too deeply"),
+        (
+            b"}q\0" + b"".join(b"}%bh%cs%bh%csq%c" % (A, n, B, n, n + 1) for n in range(60)) + b".",
+            "hold too much",
+        ),
+        (b"}" + A + b"cbuiltins\nbytearray\n(J\xff\xff\xff\x3ftRs.", "it names builtins.bytearray"),
+        (b"}" + A + b"ctorch\nFloatTensor\n(J\xff\xff\xff\x3ftRs.", "it names torch.FloatTensor"),
+        (b"}" + A + storage(-1) + b"s.", "refuses it: Tensor: invalid storage offset -1"),
+        (b"}" + A + storage(1 << 30) + b"s.", ""),
+        (b"}X\3\0\0\0a.b" + storage(0) + b"s" + A + b"}" + B + storage(0) + b"ss.", "'a.b' occurs twice"),
+        (b"N0" * (pickle_container.MAX_OPERATIONS // 2) + b"N.", "too many operations"),
+        (b"U" + bytes(200) * 200_000, "too large"),
+        (b"\xff.", "cannot be read"),
+    ],
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
+)
+def test_pickles_that_torch_would_read_for_ever_or_into_all_memory(
+    pickle: bytes, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One line, and none of torch's own on the terminal."""
+    with pytest.raises(QConvertError) as caught:
+        Checkpoint.open(archive(tmp_path / "m.pt", b"\x80\2" + pickle))
+    assert words in str(caught.value) and "\n" not in caught.value.line()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_entries_that_claim_more_than_there_is(tmp_path: Path) -> None:
+    """What is compressed is never unpacked, and what reaches beyond the file never read."""
+    weight = b"\x80\2}" + A + storage(0) + b"s."
+    assert list(Checkpoint.open(archive(tmp_path / "right.pt", weight)).tensors) == ["a"]
+    for name, order, words in (
+        ("bomb", b"little" + b" " * 50_000_000, "compressed"),
+        ("odd", b"big", "big-endian"),
+    ):
+        compression = zipfile.ZIP_DEFLATED if name == "bomb" else zipfile.ZIP_STORED
+        path = archive(tmp_path / f"{name}.pt", weight, order, compression=compression)
+        tracemalloc.start()
+        with pytest.raises(QConvertError, match=words):
+            Checkpoint.open(path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+        tracemalloc.stop()
+    data = bytearray((tmp_path / "right.pt").read_bytes())
+    for at in (20, 24):  # both sizes in the directory's entry of data/0
+        start = data.rindex(b"PK\1\2", 0, data.rindex(b"m/data/0"))
+        data[start + at : start + at + 4] = (0x7FFFFFF0).to_bytes(4, "little")
+    (tmp_path / "claims.pt").write_bytes(data)
+    with pytest.raises(QConvertError, match="reaches beyond the file"):
+        Checkpoint.open(tmp_path / "claims.pt")
