@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from qconvert.convert.actions import Action, CopyOut, Plan
+from qconvert.convert.actions import LOSSLESS, Action, CopyOut, Plan
 from qconvert.convert.execute import PROBE_ROWS, Probe, Result
+from qconvert.formats.base import Array
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.layers import Layer, take_inventory
+from qconvert.formats.reader import LayerReader
 from qconvert.formats.values import seen_as
 from qconvert.kernels.api import Backend
 from qconvert.runtime.verify import Side, compare_rows, decibels
@@ -19,6 +22,11 @@ from qconvert.runtime.verify import Side, compare_rows, decibels
 _ENDS = 1 << 16
 #: No scale: with codes of up to 448 it is beyond float32.
 _TOO_LARGE = 7e35
+#: 8-bit types of block scales: bits without the sign, and the first code that is NaN or Inf.
+_NO_NUMBERS = {"F8_E4M3": (0x7F, 0x7F), "F8_E5M2": (0x7F, 0x7C), "F8_E8M0": (0xFF, 0xFF)}
+_PIECE, _ROWS = 1 << 18, 1 << 12
+#: The smallest number of float32.
+_LEAST = float(np.finfo(np.float32).smallest_subnormal)
 #: Options that say how a layer computes, not what its codes stand for.
 _NO_VALUES = frozenset({"full_precision"})
 
@@ -48,16 +56,18 @@ def read_back(
                 "the written file does not hold this layer as planned", file=str(path), layer=action.prefix
             )
         _same_ends(checkpoint, written, action, path)
-        if not action.transforms:
+        if action.kind in LOSSLESS:
             _finite_scales(checkpoint, action.layer)
+            _finite_block_scales(checkpoint, action.layer, backend)
         if not action.transforms and _read_alike(action.layer, layer):
             continue
         source, target = Side(checkpoint, action.layer), Side(written, layer)
         result = results.get(action.layer.prefix)
         for probe in result.probes if result and result.probes else [_first_rows(action.layer)]:
             signal, noise = compare_rows(source, target, probe.expert, probe.a, probe.b, backend)
-            # Rotating back and forth in float32 leaves about 1e-13 of the signal's energy.
-            floor = 1e-12 * signal
+            # Rotating back and forth in float32 leaves about 1e-13 of the signal's energy, and of the smallest numbers
+            # nothing: each of at most 256 that are added up may lose half of what float32 can tell apart.
+            floor = 1e-12 * signal + (probe.b - probe.a) * layer.k * (256 * _LEAST) ** 2
             if abs(noise - probe.noise) > 0.05 * probe.noise + floor:
                 raise QConvertError(
                     "the written layer does not read back as what was encoded",
@@ -81,13 +91,55 @@ def _finite_scales(checkpoint: Checkpoint, layer: Layer) -> None:
             values = raw.astype(np.float32)
         bad = int(values.size - np.count_nonzero(np.abs(values) < _TOO_LARGE))
         if bad:
-            raise QConvertError(
-                f"{suffix} holds NaN or Inf, or overflows with its codes",
-                file=str(checkpoint.files[tensor.file]),
-                layer=layer.prefix,
-                found=f"{bad} of {values.size} values",
-                hint="get the file again",
-            )
+            raise _not_finite(checkpoint, layer, suffix, bad, values.size)
+
+
+def _not_finite(checkpoint: Checkpoint, layer: Layer, suffix: str, bad: int, size: int) -> QConvertError:
+    return QConvertError(
+        f"{suffix} holds NaN or Inf, or overflows with its codes",
+        file=str(checkpoint.files[layer.tensors[suffix].file]),
+        layer=layer.prefix,
+        found=f"{bad} of {size} values",
+        hint="get the file again",
+    )
+
+
+def _finite_block_scales(checkpoint: Checkpoint, layer: Layer, backend: Backend) -> None:
+    """Raise for block scales of 8 bits that are NaN or Inf, the padding of tiled ones excepted."""
+    for suffix in sorted(layer.owned - {"weight"}):
+        tensor = layer.tensors.get(suffix)
+        if tensor is None:
+            continue
+        kind = tensor.dtype
+        if kind in ("U8", "I8") and layer.codec.family == "mxfp8" and suffix.startswith("weight_scale"):
+            kind = "F8_E8M0"
+        if kind not in _NO_NUMBERS:
+            continue
+        # A look at the bytes is nearly free. Which of them count, the codec knows, and is asked only where one is bad.
+        scales = [checkpoint.read(tensor.name)]
+        if _count(scales[0], kind):
+            scales = list(_block_scales(checkpoint, layer, backend)) or scales
+        bad = sum(_count(part, kind) for part in scales)
+        if bad:
+            raise _not_finite(checkpoint, layer, suffix, bad, sum(part.size for part in scales))
+
+
+def _block_scales(checkpoint: Checkpoint, layer: Layer, backend: Backend) -> Iterator[Array]:
+    """Those of the rows and columns that the layer has; none where its codec knows no block scales."""
+    for expert in range(layer.experts) if layer.experts else (None,):
+        reader = LayerReader(checkpoint, layer, expert)
+        for a in range(0, layer.n, _ROWS):
+            codes = layer.codec.load(reader, a, min(a + _ROWS, layer.n), backend)
+            if "block_scale" in codes:
+                yield codes["block_scale"]
+
+
+def _count(codes: Array, kind: str) -> int:
+    """Codes that are no numbers. In pieces that stay in the cache."""
+    mask, least = _NO_NUMBERS[kind]
+    flat = codes.reshape(-1).view(np.uint8)
+    pieces = (flat[a : a + _PIECE] & mask for a in range(0, flat.size, _PIECE))
+    return sum(int(np.count_nonzero(piece >= least)) for piece in pieces)
 
 
 def _read_alike(layer: Layer, other: Layer) -> bool:

@@ -219,6 +219,40 @@ def test_scales_that_are_no_scales(seed: Any, target: str, tmp_path: Path, run: 
         assert (not x.any() and not y.any()) or sqnr(x, y) > 10, (name, sqnr(x, y))
 
 
+#: NaN in the 8-bit types of block scales.
+NO_NUMBER = {"F8_E4M3": 0x7F, "F8_E8M0": 0xFF, "U8": 0xFF}
+BLOCKED = ("nvfp4", "nvfp4_pre", "nvfp4_convrot", "mxfp8", "mxfp8_e8m0", "w4a8", "bank_nvfp4")
+
+
+@pytest.mark.parametrize("seed", list(seeds.encoded(BLOCKED)), ids=lambda seed: seed.name)
+def test_block_scales_that_are_nan_are_found_where_they_count(seed: Any, tmp_path: Path, run: Run) -> None:
+    """In what is copied, too. What pads a tile of 128 rows, as those from row 64 on here, may hold anything."""
+    box = seeds.Box.of(seed.files[seed.main])
+    scales = [
+        parts
+        for tensor, parts in box.tensors.items()
+        if tensor.startswith("blocks.0.fc.") and "weight_s" in tensor and parts[0] in NO_NUMBER
+    ]
+    assert scales
+    right, copied = [parts[2] for parts in scales], 0
+    for place in ("first", "padding"):
+        for parts, data in zip(scales, right, strict=True):
+            bad = bytes([NO_NUMBER[parts[0]]])
+            parts[2] = bad + data[1:] if place == "first" else data[:-1] + bad
+        source = tmp_path / f"{place}.safetensors"
+        source.write_bytes(box.bytes())
+        padded = place == "padding" and scales[0][1][-2] == 128
+        for target in NAMES:
+            out = tmp_path / f"{place}-{target.replace(':', '-')}"
+            ran = run(source, "--to", target, "-o", out, "--jobs", "1", "--json")
+            if padded:
+                assert "NaN" not in ran.err, (target, ran.err)
+            else:
+                assert ran.code == 1 and "blocks.0.fc" in ran.err, (target, ran)
+                copied += "get the file again" in ran.err
+    assert copied
+
+
 # ---- more elements than 32 bits count
 
 
