@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from qconvert.convert.actions import Action, ConstOut, CopyOut, Plan
-from qconvert.formats.header import Layout
+from qconvert.formats.header import PAGE, Layout
 
 COPY_BYTES = 16 << 20
 
@@ -84,7 +84,8 @@ def _copies(plan: Plan, laid: Layout) -> Iterator[CopyUnit]:
         done = 0
         while done < size:
             at = offset + done
-            # To the next multiple in the output, so that pieces are whole pages where these are shared.
-            piece = min(COPY_BYTES - at % COPY_BYTES, size - done)
+            # Whole pages, which some file systems share, apart from what lies before the first.
+            step = PAGE if at % PAGE and size > COPY_BYTES // 16 else COPY_BYTES
+            piece = min(step - at % step, size - done)
             yield CopyUnit(f"copy:{at}", file, start + done, at, piece)
             done += piece

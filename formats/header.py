@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from math import isinf, prod
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 from qconvert.formats.dtypes import BITS, nbytes
@@ -205,8 +206,8 @@ def parse_header(raw: bytes, file_size: int, name: str, index: int = 0) -> Heade
         _fail(name, "__metadata__ is not a map of strings")
     data_start = 8 + len(raw)
     payload = file_size - data_start
-    tensors = [_tensor(name, key, entry, data_start, payload, index) for key, entry in document.items()]
-    tensors.sort(key=lambda t: (t.start, t.nbytes))
+    tensors = _tensors(name, document, data_start, payload, index)
+    tensors.sort(key=_START_AND_SIZE)
     cursor = data_start
     for tensor in tensors:
         if tensor.start != cursor:
@@ -229,11 +230,36 @@ def parse_header(raw: bytes, file_size: int, name: str, index: int = 0) -> Heade
 
 
 _KEYS = {"dtype", "shape", "data_offsets"}
+_START_AND_SIZE = itemgetter(TensorSpec._fields.index("start"), TensorSpec._fields.index("nbytes"))
 
 
 def _counts(values: Any) -> bool:
     """Whether all are plain integers that a size or an offset can be."""
     return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < _MAX_COUNT)
+
+
+def _tensors(
+    name: str, document: dict[str, Any], data_start: int, payload: int, index: int
+) -> list[TensorSpec]:
+    """All entries. Of thousands most have one of few shapes, known by their text, which tells 1, 1.0 and true apart."""
+    known: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}
+    tensors = []
+    for key, entry in document.items():
+        try:
+            dtype, offsets = entry["dtype"], entry["data_offsets"]
+            shape, size = known[dtype, repr(entry["shape"])]
+            begin, end = offsets
+            plain = len(entry) == 3 and type(offsets) is list and type(begin) is int and type(end) is int
+            if not (plain and begin >= 0 and end <= payload and end - begin == size):
+                raise ValueError
+        except (TypeError, KeyError, ValueError, RecursionError):
+            # A shape not met before, or an entry that is wrong: looked at closely.
+            tensor = _tensor(name, key, entry, data_start, payload, index)
+            known[tensor.dtype, repr(entry["shape"])] = tensor.shape, tensor.nbytes
+        else:
+            tensor = TensorSpec(key, dtype, shape, data_start + begin, size, index)
+        tensors.append(tensor)
+    return tensors
 
 
 def _tensor(name: str, key: str, entry: Any, data_start: int, payload: int, index: int) -> TensorSpec:

@@ -92,7 +92,10 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        total = 0
+        for tensor in self.tensors.values():
+            total += tensor.nbytes
+        return total
 
     @property
     def params(self) -> int:
@@ -227,16 +230,17 @@ def _group(
     """Tensors by layer prefix and suffix; those of no layer; sentinels and markers of no layer."""
     anchors = {anchor for item in CODECS for anchor in item.anchors}
     inner = anchors.union(*(item.submodules for item in CODECS))
-    prefixes = set()
+    dotted = tuple("." + anchor for anchor in anchors if "." in anchor)
+    parts = [(*name.rpartition("."), tensor) for name, tensor in checkpoint.tensors.items()]
+    prefixes = {prefix for prefix, dot, suffix, _ in parts if dot and suffix in anchors}
     for name in checkpoint.tensors:
-        for anchor in anchors:
-            if name.endswith(anchor) and name[: -len(anchor)].endswith("."):
-                prefixes.add(name[: -len(anchor) - 1])
+        if name.endswith(dotted):
+            prefixes.update(name.removesuffix(anchor) for anchor in dotted if name.endswith(anchor))
     groups: dict[str, dict[str, TensorSpec]] = {}
     loose: list[TensorSpec] = []
     sentinels: list[TensorSpec] = []
-    for name, tensor in checkpoint.tensors.items():
-        prefix, _, suffix = name.rpartition(".")
+    for prefix, _, suffix, tensor in parts:
+        name = tensor.name
         if suffix != SENTINEL and prefix not in prefixes:
             prefix, suffix = _below_anchor(name, prefixes, inner)
         if suffix == SENTINEL:
@@ -376,7 +380,9 @@ def _recognise(
 def _alone(tensors: Mapping[str, TensorSpec]) -> bool:
     """Whether a weight of floats stands alone: no format keeps codes in floats without scales, so none is asked."""
     weight = tensors.get("weight")
-    return weight is not None and weight.dtype in FLOATS and tensors.keys() <= {"weight", "bias"}
+    if weight is None or weight.dtype not in FLOATS:
+        return False
+    return len(tensors) == 1 or tensors.keys() <= {"weight", "bias"}
 
 
 def _claim(candidate: Codec, group: Group, marker: Mapping[str, Any] | None) -> Recognition | str:

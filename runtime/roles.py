@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Literal
 
 #: Last names of modules that are looked up by row (vocabularies, positions, kinds of token). Projections have
@@ -20,7 +21,12 @@ def is_embedding_name(prefix: str) -> bool:
     Decided on the last part of the name alone: `text_embedding.0` and `time_embeddings.in_layer` are linear
     layers inside a module called an embedding, `embeddings.token_embedding` is a table.
     """
-    return _TABLES.fullmatch(prefix.rpartition(".")[2]) is not None
+    return _is_table(prefix.rpartition(".")[2])
+
+
+@lru_cache(4096)
+def _is_table(name: str) -> bool:
+    return _TABLES.fullmatch(name) is not None
 
 
 #: Layers whose input a tensor-parallel model splits over its ranks (row parallel), by the end of the name.

@@ -11,11 +11,12 @@ from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Kind, LayerVerdict, Verdict, Violation
 from qconvert.runtime.contracts.comfyui_read import Found, read
 from qconvert.runtime.contracts.comfyui_rules import LAYOUTS, marker_violations, shape_violations
-from qconvert.runtime.contracts.comfyui_tensors import tensor_violations, unmarked_violations
+from qconvert.runtime.contracts.comfyui_tensors import CODE_DTYPES, tensor_violations, unmarked_violations
 from qconvert.runtime.contracts.common import (
     PLAIN_FORMATS,
     Layer,
     container_violations,
+    dtypes,
     planned_marker,
     remedy,
     with_remedies,
@@ -42,12 +43,12 @@ class ComfyContract:
             for layer, specs in sorted(found.specs.items())
             if layer in found.markers and "weight" in specs
         ]
-        violations = [*container_violations(view), *found.violations, *self._unmarked(found)]
+        violations = [*container_violations(view), *found.violations, *self._unmarked(view, found)]
         if not found.markers and not violations:
             message = "no quantisation markers: loaded as an unquantised checkpoint"
             violations.append(Violation("note", "unquantised", message))
         verdict = Verdict(self.name, _CLASS if found.markers else None, tuple(layers), tuple(violations))
-        return with_remedies(verdict, remedy(view, _target(found)))
+        return with_remedies(verdict, lambda: remedy(view, _target(found)))
 
     def layer_refusal(
         self, config: str, kind: Kind, format_name: str, n: int, k: int, options: Mapping[str, Any]
@@ -88,7 +89,9 @@ class ComfyContract:
             violations += tensor_violations(judged)
         return LayerVerdict(name, kind, judged.format, method, tuple(violations))
 
-    def _unmarked(self, found: Found) -> Iterator[Violation]:
+    def _unmarked(self, view: HeaderView, found: Found) -> Iterator[Violation]:
+        if dtypes(view).isdisjoint(CODE_DTYPES):
+            return
         for layer, specs in sorted(found.specs.items()):
             if layer not in found.markers and layer not in found.broken:
                 yield from unmarked_violations(found.names[layer], specs)
@@ -126,12 +129,12 @@ def _target(found: Found) -> str:
     if served:
         return f"{_CONFIG}:{max(served, key=lambda name: formats[name])}"
     suffixes = {suffix for specs in found.specs.values() for suffix in specs}
-    dtypes = {specs["weight"].dtype for specs in found.specs.values() if "weight" in specs}
+    weights = {specs["weight"].dtype for specs in found.specs.values() if "weight" in specs}
     if "weight_s_rel" in suffixes:
         return f"{_CONFIG}:asym_w4a8_int8"
-    if "U8" in dtypes:
+    if "U8" in weights:
         return f"{_CONFIG}:nvfp4"
-    return f"{_CONFIG}:{'int8_tensorwise' if 'I8' in dtypes else 'float8_e4m3fn'}"
+    return f"{_CONFIG}:{'int8_tensorwise' if 'I8' in weights else 'float8_e4m3fn'}"
 
 
 COMFYUI = ComfyContract()

@@ -10,7 +10,7 @@ from typing import Any
 
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Violation
-from qconvert.runtime.contracts.common import HEADER_KEY, MARKER, marker_text
+from qconvert.runtime.contracts.common import HEADER_KEY, marker_text, suffixes, tensors_by_layer
 
 #: Stripped from every name of a diffusion model, in tensors and in the header alike.
 DIFFUSION_PREFIX = "model.diffusion_model."
@@ -33,15 +33,21 @@ class Found:
 def read(view: HeaderView) -> Found:
     """Layers and markers as ComfyUI sees them after its conversions."""
     found = Found()
-    sentinels = [] if HEADER_KEY in view.metadata else [n for n in view.tensors if _bare(n) == SENTINEL]
-    for name, spec in view.tensors.items():
-        prefix, _, suffix = name.rpartition(".")
-        if name in sentinels or suffix == MARKER:
-            continue
+    sentinels = []
+    if HEADER_KEY not in view.metadata and SENTINEL in suffixes(view):
+        sentinels = [name for name in view.tensors if _bare(name) == SENTINEL]
+    for prefix, specs in tensors_by_layer(view).items():
+        layer = _bare(prefix)
         if sentinels:
-            suffix = _RENAMED.get(suffix, suffix)
-        found.specs.setdefault(_bare(prefix), {})[suffix] = spec
-        found.names[_bare(prefix)] = prefix
+            specs = {
+                _RENAMED.get(suffix, suffix): spec
+                for suffix, spec in specs.items()
+                if suffix != SENTINEL or _join(prefix, suffix) not in sentinels
+            }
+            if not specs:
+                continue
+        found.specs[layer] = found.specs[layer] | specs if layer in found.specs else specs
+        found.names[layer] = prefix
     header = _header_layers(found, view.metadata)
     for prefix, payload in view.markers.items():
         layer = _bare(prefix)
@@ -58,6 +64,10 @@ def read(view: HeaderView) -> Found:
     if sentinels:
         _take_legacy(found, view.tensors, two=prod(view.tensors[sentinels[0]].shape) == 2)
     return found
+
+
+def _join(prefix: str, suffix: str) -> str:
+    return f"{prefix}.{suffix}" if prefix else suffix
 
 
 def _bare(name: str) -> str:

@@ -12,6 +12,8 @@ from qconvert.runtime.roles import is_embedding_name
 
 _FP8_DTYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 _ONE = ((), (1,))
+#: Types of weights that may hold codes.
+CODE_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8"})
 #: Suffixes beside which a weight without a marker is packed: more than one value a byte.
 _PACKED_SIGNS = ("weight_scale_2", "weight_s_rel", "weight_zeros", "weight_s_channel")
 
@@ -45,7 +47,7 @@ def tensor_violations(layer: Layer) -> Iterator[Violation]:
 def unmarked_violations(layer: str, specs: Mapping[str, Spec]) -> Iterator[Violation]:
     """A weight that nothing marks is a plain tensor: right only if it was made without a scale."""
     weight = specs.get("weight")
-    if weight is None or len(weight.shape) < 2:
+    if weight is None or weight.dtype not in CODE_DTYPES or len(weight.shape) < 2:
         return
     scales = sorted(suffix for suffix in specs if suffix.startswith(("weight_", "scale_weight")))
     packed = weight.dtype == "U8" or any(sign in specs for sign in _PACKED_SIGNS)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -39,11 +40,23 @@ class Layer(NamedTuple):
 
 def container_violations(view: HeaderView) -> list[Violation]:
     """A refusal for GGUF files: other loaders than the ones judged here read them."""
-    kinds = sorted({spec.dtype for spec in view.tensors.values() if spec.dtype in BLOCKS})
+    kinds = sorted(dtypes(view) & BLOCKS.keys())
     if not kinds and not any(file.endswith(".gguf") for file in view.files):
         return []
     message = "a GGUF file: read by loaders of its own (ComfyUI-GGUF, LightX2V's and sglang's GGUF paths)"
     return [Violation("refuse", "container", message, None, ", ".join(kinds) or "GGUF", "safetensors")]
+
+
+@once_a_view
+def dtypes(view: HeaderView) -> frozenset[str]:
+    """Every type that occurs."""
+    return frozenset({spec.dtype for spec in view.tensors.values()})
+
+
+@once_a_view
+def suffixes(view: HeaderView) -> frozenset[str]:
+    """What tensors are called behind their last dot, the markers' name left out."""
+    return frozenset(itertools.chain.from_iterable(tensors_by_layer(view).values()))
 
 
 @once_a_view
@@ -83,17 +96,21 @@ def remedy(view: HeaderView, target: str, *options: str) -> str:
     return shlex.join(["qconvert", source, "--to", target, *options])
 
 
-def with_remedies(verdict: Verdict, command: str) -> Verdict:
-    """The same verdict, every fault of the file with the command that mends it.
+def with_remedies(verdict: Verdict, find: Callable[[], str]) -> Verdict:
+    """The same verdict, every fault of the file with the command that mends it; `find` is asked where there is one.
 
     A rank's share that does not fit (`tp-...`) is no fault of the file: fewer ranks mend it, no conversion does.
     """
 
+    def whole(violation: Violation) -> bool:
+        return violation.severity == "note" or violation.rule.startswith("tp-")
+
+    if all(whole(violation) for violation in verdict.all_violations()):
+        return verdict
+    command = find()
+
     def mended(violations: tuple[Violation, ...]) -> tuple[Violation, ...]:
-        return tuple(
-            v if v.severity == "note" or v.rule.startswith("tp-") else v._replace(remedy=command)
-            for v in violations
-        )
+        return tuple(v if whole(v) else v._replace(remedy=command) for v in violations)
 
     layers = tuple(layer._replace(violations=mended(layer.violations)) for layer in verdict.layers)
     return verdict._replace(layers=layers, violations=mended(verdict.violations))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from qconvert.formats.quant_config import CONFIG_KEY, QuantConfig, header_config
 from qconvert.formats.tensors import HeaderView
 from qconvert.runtime.contracts.base import Kind, LayerVerdict, Verdict, Violation
-from qconvert.runtime.contracts.common import HEADER_KEY, tensors_by_layer
+from qconvert.runtime.contracts.common import HEADER_KEY, suffixes, tensors_by_layer
 from qconvert.runtime.contracts.others import (
     OtherContract,
     Specs,
@@ -28,7 +28,7 @@ class FastVideo(OtherContract):
     configs: Mapping[str, str] = {_BLOCK: "MiniMaxH3CheckpointFP8", _LEGACY: "AbsMaxFP8Config"}
 
     def judge(self, view: HeaderView) -> Verdict:
-        if any(name.rpartition(".")[2] == "scaled_fp8" for name in view.tensors):
+        if "scaled_fp8" in suffixes(view):
             return self._legacy(view)
         said = self.config(view)
         if not said.method:

@@ -9,12 +9,20 @@ from qconvert.formats.errors import UsageError
 from qconvert.formats.quant_config import QuantConfig, checkpoint_config
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Kind, LayerVerdict, Severity, Verdict, Violation
-from qconvert.runtime.contracts.common import PLAIN_FORMATS, container_violations, remedy, tensors_by_layer
+from qconvert.runtime.contracts.common import (
+    PLAIN_FORMATS,
+    container_violations,
+    dtypes,
+    remedy,
+    suffixes,
+    tensors_by_layer,
+)
 from qconvert.runtime.contracts.once import once_a_view
 from qconvert.runtime.roles import is_embedding_name
 
 #: Types of weights that mean nothing without the runtime's knowledge of their scales.
 PACKED = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "F4"})
+_PACKED_NAMES = frozenset({"weight_packed", "qweight"})
 Specs = Mapping[str, Spec]
 
 
@@ -114,17 +122,26 @@ class OtherContract:
 @once_a_view
 def quantised_weights(view: HeaderView) -> list[str]:
     """Layers whose weight is of a packed type."""
+    if not _any_packed(view):
+        return []
     layers = tensors_by_layer(view)
     return sorted(prefix for prefix, specs in layers.items() if is_packed(specs))
 
 
+def _any_packed(view: HeaderView) -> bool:
+    """Whether any layer may be `is_packed`: most files hold nothing of the kind."""
+    return not (PACKED.isdisjoint(dtypes(view)) and _PACKED_NAMES.isdisjoint(suffixes(view)))
+
+
 def is_packed(specs: Specs) -> bool:
     weight = specs.get("weight")
-    return (weight is not None and weight.dtype in PACKED) or "weight_packed" in specs or "qweight" in specs
+    return (weight is not None and weight.dtype in PACKED) or not _PACKED_NAMES.isdisjoint(specs)
 
 
 def scaled_layers(view: HeaderView, *scales: str) -> dict[str, dict[str, Spec]]:
     """Layers that have one of these tensors, or a packed weight."""
+    if not _any_packed(view) and suffixes(view).isdisjoint(scales):
+        return {}
     layers = tensors_by_layer(view)
     return {
         prefix: specs

@@ -15,6 +15,7 @@ from qconvert.runtime.contracts.common import (
     container_violations,
     planned_marker,
     remedy,
+    suffixes,
     tensors_by_layer,
     with_remedies,
 )
@@ -80,7 +81,9 @@ class SglangContract:
         )
         verdict = Verdict(self.name, self.configs[config] if config else None, verdicts, tuple(problems))
         options = () if self.dialect is NEWER else ("--runtime", self.name)
-        return with_remedies(verdict, remedy(view, config or _nearest_target(markers, view), *options))
+        return with_remedies(
+            verdict, lambda: remedy(view, config or _nearest_target(markers, view), *options)
+        )
 
     def layer_refusal(
         self, config: str, kind: Kind, format_name: str, n: int, k: int, options: Mapping[str, Any]
@@ -210,12 +213,11 @@ def _nearest_target(markers: Markers, view: HeaderView) -> str:
     for config, (main, _) in SERVED.items():
         if formats.get(main):
             return config
-    suffixes = {name.rpartition(".")[2] for name in view.tensors}
     dtypes = {spec.dtype for name, spec in view.tensors.items() if name.endswith(".weight")}
     scales = {spec.dtype for name, spec in view.tensors.items() if name.endswith(".weight_scale")}
-    if "weight_s_rel" in suffixes:
+    if "weight_s_rel" in suffixes(view):
         return "kitchen_w4a8"
-    if "weight_scale_2" in suffixes or "U8" in dtypes:
+    if "weight_scale_2" in suffixes(view) or "U8" in dtypes:
         return "comfy_nvfp4"
     if "F8_E4M3" in dtypes and "U8" in scales:
         return "comfy_mxfp8"

@@ -8,7 +8,7 @@ from typing import Any
 
 from qconvert.formats.tensors import HeaderView
 from qconvert.runtime.contracts.base import Violation
-from qconvert.runtime.contracts.common import FLOATS, HEADER_KEY
+from qconvert.runtime.contracts.common import FLOATS, HEADER_KEY, suffixes
 from qconvert.runtime.roles import is_embedding_name
 
 #: Suffixes that only quantised layers have. Beside an unmarked layer no model has a parameter for them.
@@ -33,6 +33,8 @@ QUANT_SUFFIXES = frozenset(
 
 def orphan_violations(view: HeaderView, marked: Collection[str]) -> list[Violation]:
     """Scales and sentinels that belong to none of the `marked` layers."""
+    if suffixes(view).isdisjoint(QUANT_SUFFIXES):
+        return []
     found = []
     for name, spec in sorted(view.tensors.items()):
         prefix, _, suffix = name.rpartition(".")

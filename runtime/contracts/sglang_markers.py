@@ -11,7 +11,7 @@ from typing import Any
 
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Violation
-from qconvert.runtime.contracts.common import HEADER_KEY, MARKER
+from qconvert.runtime.contracts.common import HEADER_KEY, MARKER, dtypes
 from qconvert.runtime.contracts.once import once_a_view
 
 Markers = dict[str, dict[str, Any]]
@@ -38,11 +38,13 @@ def _read(view: HeaderView) -> tuple[Markers, list[Violation]]:
         parsed = _tensor_marker(prefix, payload, view.tensors.get(f"{prefix}.{MARKER}"), found)
         if parsed is not None:
             _merge(markers, prefix, parsed, found)
-    weights = {
-        name.removesuffix(".weight"): spec
-        for name, spec in view.tensors.items()
-        if name.endswith(".weight") and spec.dtype in _MUST_BE_MARKED
-    }
+    weights = {}
+    if not _MUST_BE_MARKED.isdisjoint(dtypes(view)):
+        weights = {
+            name.removesuffix(".weight"): spec
+            for name, spec in view.tensors.items()
+            if name.endswith(".weight") and spec.dtype in _MUST_BE_MARKED
+        }
     if view.metadata.get("quant_format", "").lower() == "mxfp8":
         _global_mxfp8(view, weights, markers, found)
     # An unreadable marker is one fault, not also a missing one.

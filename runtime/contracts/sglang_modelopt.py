@@ -15,7 +15,7 @@ from qconvert.formats.patterns import wildcard
 from qconvert.formats.quant_config import QuantConfig
 from qconvert.formats.tensors import HeaderView, Spec
 from qconvert.runtime.contracts.base import Kind, LayerVerdict, Verdict, Violation
-from qconvert.runtime.contracts.common import HEADER_KEY, tensors_by_layer
+from qconvert.runtime.contracts.common import HEADER_KEY, dtypes, tensors_by_layer
 from qconvert.runtime.contracts.others import (
     OtherContract,
     Specs,
@@ -60,7 +60,7 @@ class SglangModelOpt(OtherContract):
             return self._rowwise(view, listed)
         said = self.config(view)
         if said.method != "modelopt":
-            if any(_is_nvfp4(specs) for specs in tensors_by_layer(view).values()):
+            if "U8" in dtypes(view) and any(map(_is_nvfp4, tensors_by_layer(view).values())):
                 note = "no quantization_config: nvfp4 is inferred from the tensors"
                 return self._layers(
                     view, _FP4, said, [Violation("note", "inferred", note), *_reading(view, said)]

@@ -85,9 +85,9 @@ class Names:
     def __init__(self, prefix: str, tensors: Mapping[str, Spec]) -> None:
         self.prefix = prefix
         cut = len(prefix)
-        self.specs: dict[str, Spec | None] = {
-            name[cut:]: spec for name, spec in tensors.items() if name.startswith(prefix)
-        }
+        self.specs: dict[str, Spec | None] = dict(tensors)
+        if prefix:
+            self.specs = {name[cut:]: spec for name, spec in tensors.items() if name.startswith(prefix)}
         for name in [name for name in self.specs if name.endswith(_CODES)]:
             layer = next(name.removesuffix(codes) for codes in _CODES if name.endswith(codes))
             # Packed along either axis: its shape says nothing here.
@@ -133,9 +133,12 @@ class Groups:
         #: By the number of their parts.
         self._heads: list[dict[str, None]] = [{} for _ in range(_DEPTH)]
         for name in tensors:
-            parts = name.split(".", _DEPTH)
-            for depth in range(1, len(parts)):
-                self._heads[depth - 1][".".join(parts[:depth]) + "."] = None
+            end = name.find(".")
+            for heads in self._heads:
+                if end < 0:
+                    break
+                heads[name[: end + 1]] = None
+                end = name.find(".", end + 1)
         self._found: dict[str, tuple[str, ...]] = {}
 
     def prefixes(self, component: Component, own: tuple[NamePattern, ...] | None) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import pytest
 from qconvert.formats.checkpoint import opened
 from qconvert.formats.errors import UsageError
 from qconvert.formats.evidence import Judgement, weigh
+from qconvert.formats.evidence_float8 import row_peaks
 from qconvert.formats.evidence_nibbles import nibble_order
 from qconvert.formats.evidence_rotation import rotation
 from qconvert.formats.evidence_scales import scale_layout
@@ -290,3 +291,28 @@ def test_weighing_needs_no_heavy_import(tmp_path: Path, networks: Any) -> None:
         "assert not {'numba', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+
+
+@pytest.mark.parametrize(("kind", "exponent_bits", "bias"), [("F8_E4M3", 4, 7), ("F8_E5M2", 5, 15)])
+def test_the_largest_finite_magnitude_of_a_row(kind: str, exponent_bits: int, bias: int) -> None:
+    """Rows of every code, of NaN and Inf alone, and of random codes, against the definition of the formats."""
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 256, (64, 256), np.uint8)
+    rows[0] = np.arange(256)
+    rows[1] = 0x7F
+    rows[2] = 0xFF
+    rows[3] = rng.permutation([0x7C, 0xFC, 0x01, 0x80] * 64)
+    mantissa_bits = 7 - exponent_bits
+    expected = np.zeros(64)
+    for r, row in enumerate(rows):
+        for code in row.tolist():
+            exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+            last = (1 << exponent_bits) - 1
+            if (kind == "F8_E4M3" and code & 0x7F == 0x7F) or (kind == "F8_E5M2" and exponent == last):
+                continue
+            fraction = mantissa / (1 << mantissa_bits)
+            value = (
+                fraction * 2.0 ** (1 - bias) if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - bias)
+            )
+            expected[r] = max(expected[r], value)
+    np.testing.assert_array_equal(row_peaks(rows, kind), expected.astype(np.float32))

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from qconvert.formats.dtypes import BITS
 from qconvert.formats.errors import HeaderError
-from qconvert.formats.header import Header, layout, parse_header, read_header, strict_json
+from qconvert.formats.header import PAGE, Header, layout, parse_header, read_header, strict_json
 from qconvert.formats.tensors import Spec
 
 NAMES = st.text(max_size=12).filter(lambda name: name != "__metadata__")
@@ -319,3 +319,46 @@ def test_numbers_beyond_any_number_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="beyond any number"):
         strict_json(text)
     assert strict_json("1e308") == 1e308
+
+
+TWIN_CHANGES: list[tuple[str, Any]] = [
+    ("shape", [2.0, 2]),
+    ("shape", [True, 2]),
+    ("shape", "[2, 2]"),
+    ("shape", {"2": 2}),
+    ("shape", [[2, 2]]),
+    ("dtype", ["F32"]),
+    ("dtype", None),
+    ("data_offsets", [16.0, 32]),
+    ("data_offsets", [16, 32.0]),
+    ("data_offsets", [True, 32]),
+    ("data_offsets", "ab"),
+    ("data_offsets", {"16": 0, "32": 0}),
+    ("data_offsets", [16, 32, 48]),
+    ("data_offsets", [-16, 0]),
+    ("data_offsets", [16, 31]),
+    ("data_offsets", [32, 48]),
+    ("more", 1),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), TWIN_CHANGES)
+def test_a_tensor_like_the_one_before_is_looked_at_as_closely(key: str, value: Any) -> None:
+    twins = {
+        "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+        "b": {"dtype": "F32", "shape": [2, 2], "data_offsets": [16, 32]},
+    }
+    assert parse(file_bytes(twins, 32)).tensors[1].start == parse(file_bytes(twins, 32)).data_start + 16
+    assert not agree(file_bytes(twins | {"b": twins["b"] | {key: value}}, 32))
+    del twins["b"]["shape"]
+    assert not agree(file_bytes(twins, 32))
+
+
+@given(TENSORS, st.integers(0, 511).map(lambda units: 8 * units))
+def test_payload_begins_where_it_is_wanted_in_a_page(tensors: dict[str, Spec], offset: int) -> None:
+    laid = layout(tensors.items(), {"a": "b"}, offset)
+    assert len(laid.prefix) % PAGE == offset
+    assert len(laid.prefix) < len(layout(tensors.items(), {"a": "b"}).prefix) + PAGE
+    data = laid.prefix + bytes(laid.file_size - len(laid.prefix))
+    assert set(library(data)) == set(tensors)
+    assert parse(data).metadata == {"a": "b"}
