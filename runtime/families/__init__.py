@@ -16,9 +16,12 @@ from qconvert.runtime.families.names import Groups, Names
 from qconvert.runtime.families.schema import (
     Family,
     FamilyDataError,
+    Head,
+    RuntimeRule,
     canonical_format,
     parse_common,
     parse_family,
+    parse_head,
 )
 from qconvert.runtime.roles import is_embedding_name
 
@@ -42,22 +45,38 @@ _COMMON = "common.toml"
 
 
 @cache
+def _texts() -> dict[str, str]:
+    """The data files by name, sorted."""
+    files = sorted(Path(__file__).with_name("data").glob("*.toml"))
+    return {item.name: item.read_text("utf-8") for item in files}
+
+
+@cache
+def load_heads() -> tuple[Head, ...]:
+    """What recognises each family that ships, sorted by id."""
+    return tuple(parse_head(text, name) for name, text in _texts().items() if name != _COMMON)
+
+
+@cache
+def _shared(trusted: bool) -> dict[str, tuple[RuntimeRule, ...]]:
+    components = {head.id: head.component for head in load_heads()}
+    return parse_common(_texts()[_COMMON], _COMMON, components, trusted=trusted)
+
+
+@cache
+def load_family(family_id: str, *, trusted: bool = True) -> Family:
+    """A family that ships. Its patterns cannot change, so only the tests look at all of them."""
+    name = f"{family_id}.toml"
+    family = parse_family(_texts()[name], name, trusted=trusted)
+    if family.id != family_id:
+        raise FamilyDataError(f"{name}: 'id' is {family.id!r}, expected the file's name")
+    return family._replace(runtime_rules=family.runtime_rules + _shared(trusted)[family_id])
+
+
+@cache
 def load_families(*, trusted: bool = True) -> tuple[Family, ...]:
-    """Every family that ships, sorted by id. Their patterns cannot change, so only the tests look at all of them."""
-    texts = {item.name: item.read_text("utf-8") for item in Path(__file__).with_name("data").glob("*.toml")}
-    common = texts.pop(_COMMON)
-    families: dict[str, Family] = {}
-    for name in sorted(texts):
-        family = parse_family(texts[name], name, trusted=trusted)
-        if f"{family.id}.toml" != name:
-            raise FamilyDataError(f"{name}: 'id' is {family.id!r}, expected the file's name")
-        families[family.id] = family
-    components = {family.id: family.component for family in families.values()}
-    shared = parse_common(common, _COMMON, components, trusted=trusted)
-    return tuple(
-        family._replace(runtime_rules=family.runtime_rules + shared[family.id])
-        for family in families.values()
-    )
+    """Every family that ships, sorted by id."""
+    return tuple(load_family(head.id, trusted=trusted) for head in load_heads())
 
 
 #: The last header looked at and what was found in it: contracts and planning ask of one file several times.
@@ -80,12 +99,12 @@ def detect(tensors: Mapping[str, Spec]) -> tuple[FamilyMatch, ...]:
 def _detect(tensors: Mapping[str, Spec]) -> tuple[FamilyMatch, ...]:
     groups = Groups(tensors)
     found: dict[tuple[str, str], FamilyMatch] = {}
-    for family in load_families():
-        for rule in family.detections:
-            for prefix in groups.prefixes(family.component, rule.prefixes):
+    for head in load_heads():
+        for rule in head.detections:
+            for prefix in groups.prefixes(head.component, rule.prefixes):
                 names = groups.names(prefix)
-                if (prefix, family.component) not in found and names.holds(rule):
-                    found[prefix, family.component] = _match(family, prefix, names)
+                if (prefix, head.component) not in found and names.holds(rule):
+                    found[prefix, head.component] = _match(load_family(head.id), prefix, names)
     return tuple(found[key] for key in sorted(found) if not _inside(found[key], found.values()))
 
 

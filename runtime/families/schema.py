@@ -117,6 +117,14 @@ class RuntimeRule:
     variants: frozenset[str] | None = None
 
 
+class Head(NamedTuple):
+    """What tells whether a file holds a family. The rest of its file is read when one does."""
+
+    id: str
+    component: Component
+    detections: tuple[Detection, ...]
+
+
 class Family(NamedTuple):
     """One architecture: how it is recognised, what its layers are, what runtimes do with it."""
 
@@ -345,6 +353,20 @@ def parse_common(
                 rules[family].append(rule)
     top.done()
     return {family: tuple(found) for family, found in rules.items()}
+
+
+#: Where the part of a family file ends that tells families apart; it comes first.
+_REST = re.compile(r"^\[\[(?!detect(\.shape)?\]\])", re.MULTILINE)
+
+
+def parse_head(text: str, name: str) -> Head:
+    """The beginning of a family file that ships: reading TOML takes longer than most headers do."""
+    top = _toml(_REST.split(text, 1)[0], name, trusted=True)
+    return Head(
+        top.text("id"),
+        cast(Component, top.choice("component", get_args(Component))),
+        tuple(_detect(table) for table in top.tables("detect")),
+    )
 
 
 def parse_family(text: str, name: str, *, trusted: bool = False) -> Family:

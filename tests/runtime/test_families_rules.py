@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 from qconvert.formats.tensors import Spec
-from qconvert.runtime.families import FamilyDataError, FamilyMatch, canonical_format, detect, load_families
+from qconvert.runtime.families import (
+    FamilyDataError,
+    FamilyMatch,
+    canonical_format,
+    detect,
+    load_families,
+    load_heads,
+)
 from qconvert.runtime.families.names import strings
 from qconvert.runtime.families.schema import parse_common, parse_family
 
@@ -57,6 +64,13 @@ why = "three"
 
 def test_shipped_patterns_are_sound() -> None:
     assert load_families(trusted=False) == load_families()
+
+
+def test_a_family_is_told_by_the_head_of_its_file() -> None:
+    """All that recognises it stands before anything else."""
+    families = load_families()
+    assert [(f.id, f.component, f.detections) for f in families] == [tuple(head) for head in load_heads()]
+    assert len({family.id for family in families}) == len(families) >= 25
 
 
 def test_a_good_file() -> None:
