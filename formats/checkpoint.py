@@ -15,7 +15,7 @@ from qconvert.formats.containers import SUFFIXES, read_container
 from qconvert.formats.dtypes import SUB_BYTE, numpy_dtype
 from qconvert.formats.errors import HeaderError, QConvertError, TransferError, UsageError, close_to
 from qconvert.formats.header import Header, strict_json
-from qconvert.formats.remote import Place
+from qconvert.formats.remote import Place, Remote
 from qconvert.formats.storage import Storage, open_storage
 from qconvert.formats.tensors import HeaderView, Spec, TensorSpec
 
@@ -41,7 +41,12 @@ class Checkpoint:
         self.headers: list[Header] = []
         self.tensors: dict[str, TensorSpec] = {}
         self.metadata: dict[str, str] = {}
+        self.config: dict[str, Any] = {}
         self._storages: list[Storage] = []
+        with _released_on_failure(files):
+            self._read(path, files)
+
+    def _read(self, path: Place, files: Sequence[Place]) -> None:
         for index, file in enumerate(files):
             header = read_container(file, index)
             self.headers.append(header)
@@ -54,7 +59,7 @@ class Checkpoint:
                 self.tensors[tensor.name] = tensor
             for key, value in header.metadata.items():
                 self.metadata.setdefault(key, value)
-        self.config: dict[str, Any] = _read_config(path if path.is_dir() else path.parent)
+        self.config = _read_config(path if path.is_dir() else path.parent)
         for file in files:
             self._storages.append(open_storage(file))
 
@@ -287,8 +292,21 @@ def _indexed_files(index: Place) -> list[Place]:
                 hint="put the file itself beside the index",
             )
         files.append(path)
-    _compare_index(index, mapping, files)
+    with _released_on_failure(files):
+        _compare_index(index, mapping, files)
     return files
+
+
+@contextmanager
+def _released_on_failure(files: Sequence[Place]) -> Iterator[None]:
+    """Remote files are read by threads, which nobody would end where there is no checkpoint to close."""
+    try:
+        yield
+    except BaseException:
+        for file in files:
+            if isinstance(file, Remote):
+                file.close()
+        raise
 
 
 def _leads_here(path: Place) -> bool:

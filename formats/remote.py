@@ -140,10 +140,15 @@ class Remote:
 
         info = attempts(ask, str(self))
         size = info.get("size")
-        if size is None:
-            raise QConvertError("the server does not say how large the file is", file=str(self))
+        if type(size) is not int or not 0 <= size < 1 << 63:
+            raise QConvertError(
+                "the server does not say how large the file is",
+                file=str(self),
+                found=None if size is None else repr(size)[:40],
+                expected="a number of bytes",
+            )
         version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-        return RemoteStat(int(size), version)
+        return RemoteStat(size, version)
 
     def exists(self) -> bool:
         return self.is_file() or self.is_dir()
@@ -186,6 +191,12 @@ class Remote:
         if self.__dict__.get("_bytes") is not None and self._bytes.closed:
             del self.__dict__["_bytes"]
         return self._bytes
+
+    def close(self) -> None:
+        """End the threads that read it, if any were begun."""
+        begun = self.__dict__.get("_bytes")
+        if begun is not None:
+            begun.close()
 
     def open(self, mode: str = "rb") -> BinaryIO:
         return io.BufferedReader(_Handle(self.bytes()), 1 << 16)

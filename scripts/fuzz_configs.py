@@ -50,7 +50,7 @@ def index(r: Random, seeds: Seeds) -> Case:
 
 
 def model(r: Random, seeds: Seeds) -> Case:
-    """What `check --model` is given."""
+    """What `check --model` is given: names, an index, a configuration, weights of any kind, a folder."""
     seed = r.choice(seeds.files)
     names = list(Box.of(seed.files[seed.main]).tensors)
     documents: list[Any] = [
@@ -61,6 +61,15 @@ def model(r: Random, seeds: Seeds) -> Case:
             "hidden_size": 256,
             "text_config": {"num_hidden_layers": 3, "vocab_size": 5},
         },
+        *(json.loads(s.files["config.json"]) for s in seeds.folders if "config.json" in s.files),
     ]
-    text = encode(spoil(r, r.choice(documents)))
-    return Case("model", seed.files | {"m.json": text}, ["check", "{}/" + seed.main, "--model", "{}/m.json"])
+    kind = r.randrange(8)
+    files, given = dict(seed.files), "m.json"
+    if kind < 5:
+        files["m.json"] = encode(spoil(r, r.choice(documents[:3] if kind else documents)))
+    else:
+        other = r.choice([r.choice(seeds.files), r.choice(seeds.gguf), seeds.torch, seeds.sharded])
+        for name, data in other.files.items():
+            files[f"m/{name}"] = hacked(r, data, 1500) if r.randrange(2) else data
+        given = "m/" + other.main if other.main and r.randrange(4) else "m"
+    return Case("model", files, ["check", "{}/" + seed.main, "--model", "{}/" + given])

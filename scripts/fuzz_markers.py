@@ -7,14 +7,18 @@ from random import Random
 from typing import Any
 
 from fuzz_case import Case, of_file
-from fuzz_seeds import Box, Seeds
+from fuzz_seeds import Box, Seed, Seeds
 from fuzz_values import encode, hacked, spoil
+
+
+def marked(seeds: Seeds) -> list[Seed]:
+    """Files whose layers have markers."""
+    return [seed for seed in seeds.files if b".comfy_quant" in seed.files[seed.main]]
 
 
 def marker(r: Random, seeds: Seeds) -> Case:
     """A layer's marker: its JSON, or its bytes."""
-    marked = [s for s in seeds.files if b".comfy_quant" in s.files[s.main]]
-    seed = r.choice(marked)
+    seed = r.choice(marked(seeds))
     box = Box.of(seed.files[seed.main])
     for name in [name for name in box.tensors if name.endswith(".comfy_quant")]:
         payload = box.tensors[name][2]

@@ -13,13 +13,14 @@ from fuzz_configs import config, index, model
 from fuzz_containers import gguf, torch_file
 from fuzz_headers import header, header_bytes, tensors
 from fuzz_markers import marker, metadata
-from fuzz_requests import calibration, jobs, options, plan, verify
+from fuzz_remote import remote
+from fuzz_requests import calibration, jobs, options, plan, recipe, verify
 from fuzz_seeds import Seeds
 
 #: Kind of case -> its share.
 KINDS: dict[Callable[[Random, Seeds], Case], int] = {
-    header: 20, header_bytes: 12, tensors: 14, marker: 12, metadata: 10, config: 12, index: 6, gguf: 6, torch_file: 3,
-    plan: 4, jobs: 4, calibration: 3, options: 4, model: 3, verify: 3,
+    header: 20, header_bytes: 12, tensors: 14, marker: 12, metadata: 10, config: 12, index: 6, gguf: 7, torch_file: 4,
+    plan: 4, jobs: 4, calibration: 3, options: 4, model: 4, verify: 6, recipe: 4, remote: 4,
 }  # fmt: skip
 
 
