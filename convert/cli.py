@@ -53,6 +53,18 @@ def complete_runtime(ctx: click.Context, param: click.Parameter, incomplete: str
     return [name for name in contract_names() if name.startswith(incomplete)]
 
 
+class Decibels(click.ParamType[Any]):
+    """A number: NaN would be neither above nor below any layer's."""
+
+    name = "float"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(click.FLOAT.convert(value, param, ctx))
+        if number != number:
+            self.fail(f"{value!r} is not a number of decibels.", param, ctx)
+        return number
+
+
 PLACE = PlaceType()
 BACKEND = click.option(
     "--backend",
@@ -154,7 +166,9 @@ def cli() -> None:
 @click.option(
     "--budget", metavar="BPW", help="Bits per weight, e.g. 4.8bpw: a form per layer by measured error."
 )
-@click.option("--min-sqnr", type=float, metavar="DB", help="Per layer the smallest form that is this close.")
+@click.option(
+    "--min-sqnr", type=Decibels(), metavar="DB", help="Per layer the smallest form that is this close."
+)
 @click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="Forms as a saved plan says.")
 @click.option(
     "--plan-out", type=click.Path(path_type=Path), metavar="FILE", help="Save the plan of --budget."
@@ -266,7 +280,9 @@ def diff(a: Path, b: Path, sample: int | None, as_json: bool) -> None:
 @click.option(
     "--digest", is_flag=True, help="Compare every bit with what was recorded; also of one file alone."
 )
-@click.option("--min-sqnr", type=float, metavar="DB", help="Threshold for every layer (default: by format).")
+@click.option(
+    "--min-sqnr", type=Decibels(), metavar="DB", help="Threshold for every layer (default: by format)."
+)
 @click.option("--sample", type=click.IntRange(1), metavar="ROWS", help="Only this many rows of each layer.")
 @click.option(
     "--activations", type=click.Path(path_type=Path), metavar="FILE", help="Recorded inputs, [S, K] a layer."

@@ -63,7 +63,7 @@ def job_digest(laid: Layout, checkpoint: Checkpoint) -> str:
     state = hashlib.sha256(laid.prefix)
     state.update(checkpoint.digest().encode())
     for version in checkpoint.state():
-        state.update(f"{version};".encode())
+        state.update(f"{version};".encode("utf-8", "surrogatepass"))
     return state.hexdigest()
 
 

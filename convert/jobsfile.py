@@ -163,7 +163,7 @@ def _check_options(path: Path, where: str, options: Mapping[str, Any]) -> None:
         elif key == "jobs":
             right, expected = type(value) is int and value > 0, "a number of threads"
         elif key == "min_sqnr":
-            right, expected = type(value) in (int, float), "decibels"
+            right, expected = type(value) in (int, float) and value == value, "decibels"
         else:
             right, expected = isinstance(value, str), "a string"
         if not right:

@@ -47,7 +47,6 @@ WISHES = [
     ["--quality", "fast"], ["--embedding", "int8"], ["--keep-layers", "1"], ["--shard-size", "20KB"],
     ["--component", "diffusion"], ["--dtype", "fp16"], ["--native-fp4"], ["--full-precision"], ["--verbose"],
     ["--budget", "6bpw"], ["--min-sqnr", "25"], ["--keep-prefix"], ["--memory", "1KB"], ["--resume"], ["--quiet"],
-    ["--backend", "reference"],
 ]  # fmt: skip
 
 

@@ -123,3 +123,18 @@ def test_every_test_named_in_the_document_exists() -> None:
         assert not function or re.search(rf"^def {function}\(", path.read_text("utf-8"), re.MULTILINE), (
             function
         )
+
+
+@pytest.mark.parametrize("words", ["verify", "convert", "batch"])
+def test_nan_is_no_threshold(words: str, tmp_path: Path, run: Any) -> None:
+    """It would be neither above nor below any layer: every file would pass."""
+    source = tmp_path / "in.safetensors"
+    source.write_bytes(seeds.plain(np.random.default_rng(0)).bytes())
+    jobs = tmp_path / "jobs.toml"
+    jobs.write_text('[[job]]\nsource = "in.safetensors"\ntarget = "comfy_fp8"\nmin_sqnr = nan\n')
+    ran = {
+        "verify": lambda: run("verify", source, source, "--min-sqnr", "nan"),
+        "convert": lambda: run(source, "--to", "comfy_fp8", "--min-sqnr", "NaN", "--dry-run"),
+        "batch": lambda: run("batch", jobs),
+    }[words]()
+    assert ran.code == 2 and "decibels" in ran.err and ran.err.count("\n") == 1, ran

@@ -37,6 +37,13 @@ def test_sizes_that_are_none(size: Any, tmp_path: Path, run: Callable[..., Any])
     assert ran.code == 1 and ran.err.count("\n") == 1 and "how large the file is" in ran.err, ran
 
 
+@pytest.mark.parametrize("version", ["\ud83d", "\x1b[31m", "", "a" * 10_000, {"a": []}])
+def test_versions_of_any_kind(version: Any, tmp_path: Path, run: Callable[..., Any]) -> None:
+    url = served(tmp_path / "r", info={"ETag": version})
+    ran = run(url, "--to", "bf16", "-o", tmp_path / "out.safetensors", "--jobs", "1")
+    assert ran.code == 0, ran
+
+
 @pytest.mark.parametrize("what", ["header", "index", "size"])
 def test_what_is_refused_leaves_no_thread(what: str, tmp_path: Path, run: Callable[..., Any]) -> None:
     url = served(tmp_path / "r", info={"size": 400} if what == "size" else {})
