@@ -26,9 +26,12 @@ from qconvert.formats.sample import (
     LOW_SQUARED,
     bands,
     block_scales,
+    each,
     floats,
     form,
+    looked_up,
     reader,
+    row_strengths,
     spread,
 )
 from qconvert.formats.tensors import TensorSpec
@@ -87,8 +90,9 @@ def nibble_order(checkpoint: Checkpoint, inventory: Inventory, layers: Sequence[
     """The score of nvfp4 `layers`, whose scale layout is settled; their nibble options are not looked at."""
     subjects: dict[int, list[Votes]] = {}
     chosen = spread([layer for layer in layers if layer.k >= MIN_CHANNELS], MAX_MATRICES)
-    for layer in chosen:
-        subjects.setdefault(layer.k, []).append(_columns(checkpoint, layer, BUDGET // len(chosen)))
+    columns = each(lambda layer: _columns(checkpoint, layer, BUDGET // len(chosen)), chosen)
+    for layer, vector in zip(chosen, columns, strict=True):
+        subjects.setdefault(layer.k, []).append(vector)
     scores = [
         _vote(np.stack(vectors), references)
         for k, vectors in subjects.items()
@@ -145,8 +149,8 @@ def _columns(checkpoint: Checkpoint, layer: Layer, budget: int) -> Votes:
         scales = block_scales(stored, a, b, layer.options) ** 2
         row = scales.mean(axis=1, keepdims=True)
         weights = np.repeat(scales / np.where(row > 0, row, 1), 8, axis=1)
-        energy[0::2] += (HIGH_SQUARED[packed] * weights).sum(axis=0)
-        energy[1::2] += (LOW_SQUARED[packed] * weights).sum(axis=0)
+        energy[0::2] += (looked_up(HIGH_SQUARED, packed) * weights).sum(axis=0)
+        energy[1::2] += (looked_up(LOW_SQUARED, packed) * weights).sum(axis=0)
     return energy
 
 
@@ -156,10 +160,13 @@ def _references(checkpoint: Checkpoint, inventory: Inventory, k: int) -> list[Vo
     found = [np.abs(_values(checkpoint, tensor)).astype(np.float64) for tensor in vectors]
     writers = [layer for layer in inventory.layers.values() if layer.n == k and layer.ndim == 2]
     budget = REFERENCE_BUDGET
+    affordable = []
     for layer in spread(writers, MAX_WRITERS):
-        rows, used = _rows(checkpoint, layer, budget)
-        budget -= used
-        found += rows
+        cost = _cost(layer)
+        if cost is not None and cost <= budget:
+            budget -= cost
+            affordable.append(layer)
+    found += each(lambda layer: _rows(checkpoint, layer), affordable)
     readers = [layer for layer in inventory.layers.values() if layer.k == k and layer.ndim == 2]
     for layer in spread([layer for layer in readers if _is_direct(layer)], MAX_READERS):
         found.append(_direct(checkpoint, layer))
@@ -174,33 +181,37 @@ def _values(checkpoint: Checkpoint, tensor: TensorSpec) -> NDArray[np.float32]:
     return floats(checkpoint.read(tensor.name).reshape(-1), tensor.dtype)
 
 
-def _rows(checkpoint: Checkpoint, layer: Layer, budget: int) -> tuple[list[Votes], int]:
-    """Energy of each row of a layer whose outputs are the channels, and the bytes that it took to learn it."""
+def _cost(layer: Layer) -> int | None:
+    """Bytes that it takes to learn how strong each row is; None for formats that are not looked into."""
+    if form(layer) == "nvfp4":
+        # Block scales alone say it, at a ninth of the bytes.
+        return layer.n * layer.k // 16
+    if layer.codec.name == "int8" and layer.options["scale"] == "row":
+        return layer.tensors["weight_scale"].nbytes
+    return layer.first.nbytes if layer.codec.name in ("plain", "float8") else None
+
+
+def _rows(checkpoint: Checkpoint, layer: Layer) -> Votes:
+    """Energy of each row of a layer whose outputs are the channels."""
     stored = reader(checkpoint, layer)
     if form(layer) == "nvfp4":
-        # Block scales alone say how strong a row is, at a ninth of the bytes.
-        cost = layer.n * layer.k // 16
-        if cost > budget:
-            return [], 0
-        parts = [(block_scales(stored, a, b, layer.options) ** 2).mean(axis=1) for a, b in _all(layer.n)]
-        return [np.concatenate(parts).astype(np.float64)], cost
+        parts = [row_strengths(stored, a, b, layer.options) for a, b in _all(layer.n)]
+        return np.concatenate(parts).astype(np.float64)
     if layer.codec.name == "int8" and layer.options["scale"] == "row":
         raw = stored.whole("weight_scale").reshape(-1)
-        return [np.abs(floats(raw, stored.dtype("weight_scale"))).astype(np.float64)], raw.nbytes
-    cost = layer.first.nbytes
-    if layer.codec.name not in ("plain", "float8") or cost > budget:
-        return [], 0
+        return np.abs(floats(raw, stored.dtype("weight_scale"))).astype(np.float64)
     dtype = layer.first.dtype
     energies = []
     for a, b in _all(layer.n):
         x = floats(stored.rows("weight", a, b).reshape(b - a, layer.k), dtype).astype(np.float64)
         energies.append((x * x).mean(axis=1))
-    return [np.concatenate(energies)], cost
+    return np.concatenate(energies)
 
 
 def _all(n: int) -> Iterator[tuple[int, int]]:
-    for a in range(0, n, BAND):
-        yield a, min(a + BAND, n)
+    """Rows in runs that are worth a call, and begin where tiles do."""
+    for a in range(0, n, 4 * BAND):
+        yield a, min(a + 4 * BAND, n)
 
 
 def _is_direct(layer: Layer) -> bool:

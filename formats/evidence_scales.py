@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Layer
-from qconvert.formats.sample import BAND, E4M3, bands, form, reader, spread
+from qconvert.formats.sample import BAND, E4M3, bands, each, form, reader, spread
 from qconvert.kernels.layout import unswizzle
 
 #: Bytes of scales that are read of one file.
@@ -68,8 +68,8 @@ def scale_layout(checkpoint: Checkpoint, layers: Sequence[Layer]) -> LayoutScore
     if not chosen:
         return None
     total = np.zeros(5)
-    for layer in chosen:
-        total += _layer(checkpoint, layer, BUDGET // len(chosen))
+    for part in each(lambda layer: _layer(checkpoint, layer, BUDGET // len(chosen)), chosen):
+        total += part
     as_swizzled, as_linear, by_chance, freedom, elements = total
     if not elements:
         # All scales are alike: nothing varies, by row or otherwise.

@@ -100,16 +100,20 @@ def _empty_tail(checkpoint: Checkpoint, layer: Layer, multiple: int) -> tuple[in
     """How many of the last rows and columns hold nothing but zeros; fewer than `multiple`, else it is no padding."""
     tail = np.asarray(_codes(checkpoint, layer, max(0, layer.n - multiple), layer.n).any(axis=1))
     rows = int(np.argmax(tail[::-1])) if tail.any() else 0
-    head = np.asarray(_codes(checkpoint, layer, 0, min(_SAMPLE, layer.n - rows))[:, -multiple:].any(axis=0))
+    head = np.asarray(_codes(checkpoint, layer, 0, min(_SAMPLE, layer.n - rows), multiple).any(axis=0))
     columns = int(np.argmax(head[::-1])) if head.any() else 0
     return rows, columns
 
 
-def _codes(checkpoint: Checkpoint, layer: Layer, a: int, b: int) -> NDArray[np.uint8]:
-    """Codes of rows [a, b), one a column. Zero is code 0: padding has no sign."""
+def _codes(
+    checkpoint: Checkpoint, layer: Layer, a: int, b: int, columns: int | None = None
+) -> NDArray[np.uint8]:
+    """Codes of rows [a, b), one a column, or of the last columns only. Zero is code 0: padding has no sign."""
     weight = layer.tensors["weight"]
     row = weight.nbytes // weight.shape[0]
     raw = checkpoint.pread(weight.file, weight.start + a * row, (b - a) * row).reshape(b - a, row)
     if layer.codec.family == "nvfp4":
+        if columns is not None:
+            raw = raw[:, -(columns // 2) :]
         return unpack_nibbles(raw, high_first=layer.options["nibbles"] == "high")
-    return raw
+    return raw if columns is None else raw[:, -columns:]
