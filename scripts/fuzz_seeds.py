@@ -78,10 +78,10 @@ def joined(header: bytes, payload: bytes) -> bytes:
 
 
 def tests_module(name: str) -> ModuleType:
-    """A helper of tests/formats; test folders are no packages."""
+    """A module of tests/helpers; test folders are no packages."""
     full = f"qconvert_fuzz_{name}"
     if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, ROOT / "tests" / "formats" / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(full, ROOT / "tests" / "helpers" / f"{name}.py")
         assert spec is not None and spec.loader is not None
         sys.modules[full] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[full])

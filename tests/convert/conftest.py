@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -19,18 +18,7 @@ pytest.importorskip("safetensors")
 
 #: sglang's configs for files with ComfyUI's markers
 SGLANG = ("comfy_nvfp4", "kitchen_w4a8", "kitchen_w4a4", "convrot_int8", "comfy_fp8", "comfy_mxfp8")
-FORMATS = Path(__file__).resolve().parents[1] / "formats"
-
-
-def _load(name: str) -> ModuleType:
-    """A helper of tests/formats as a module, loaded once; test folders are no packages."""
-    full = f"qconvert_tests_{name}"
-    if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, FORMATS / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[full] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[full])
-    return sys.modules[full]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -40,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     tables = {"source": "SOURCES", "bank": "BANKS", "convolution": "CONVOLUTIONS"}
     for name, table in tables.items():
         if name in metafunc.fixturenames:
-            metafunc.parametrize(name, list(getattr(_load("dialects"), table)))
+            metafunc.parametrize(name, list(getattr(importlib.import_module("dialects"), table)))
     named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
     if "target" in metafunc.fixturenames and "target" not in named:
         from qconvert.runtime.targets import TARGETS
@@ -52,17 +40,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def d() -> ModuleType:
     """Independent definitions of what is stored."""
-    return _load("dialects")
+    return importlib.import_module("dialects")
 
 
 @pytest.fixture(scope="session")
 def writing() -> ModuleType:
-    return _load("writing")
+    return importlib.import_module("writing")
 
 
 @functools.cache
 def _sample(name: str, shape: tuple[int, ...], seed: int) -> Any:
-    tables = _load("dialects")
+    tables = importlib.import_module("dialects")
     rng = np.random.default_rng((seed, *shape))
     writer = (tables.SOURCES | tables.BANKS | tables.CONVOLUTIONS)[name]
     return writer(rng, tables.weights(rng, *shape))
@@ -93,7 +81,7 @@ def backend() -> Any:
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of goldens and cases beside the repository, which not every checkout has."""
-    path = Path(os.environ.get("QCONVERT_SHARED", FORMATS.parents[2] / "shared"))
+    path = Path(os.environ.get("QCONVERT_SHARED", ROOT.parent / "shared"))
     if not (path / "cases").is_dir():
         pytest.skip("no shared folder with cases (QCONVERT_SHARED names one)")
     return path

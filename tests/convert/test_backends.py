@@ -9,37 +9,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
+from running import Ran
 
 torch = pytest.importorskip("torch")
 
-from qconvert.convert.cli import main  # noqa: E402
 
 Write = Callable[..., Path]
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    def make(*args: object) -> Ran:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main([str(arg) for arg in args])
-        captured = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return Ran(caught.value.code, captured.out, captured.err)
-
-    return make
 
 
 #: Runs command lines, given as JSON, one after the other.

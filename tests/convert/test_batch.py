@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import structured as s
 from qconvert.convert import batch
 from qconvert.convert.cli import main
 from qconvert.convert.job import Request, run_job
@@ -20,18 +19,6 @@ from qconvert.formats.checkpoint import opened
 SCRIPT = Path(__file__).parents[2] / "scripts" / "batch"
 
 
-def _module() -> ModuleType:
-    name = "qconvert_tests_structured"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "structured.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-s: Any = _module()
 TARGETS = ["comfy_nvfp4", "comfy_fp8", "bf16"]
 
 

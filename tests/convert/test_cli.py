@@ -10,42 +10,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import numpy as np
 import pytest
-from qconvert.convert.cli import cli, main, parse_pairs
+from qconvert.convert.cli import cli, parse_pairs
 from qconvert.formats.errors import UsageError
 from qconvert.runtime.targets import get_target
+from running import Ran
 
 import qconvert
 
 Write = Callable[..., Path]
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    """run(*arguments) -> exit code and output of `qconvert ARGUMENTS`."""
-
-    def make(*args: object) -> Ran:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main([str(arg) for arg in args])
-        captured = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return Ran(caught.value.code, captured.out, captured.err)
-
-    return make
 
 
 @pytest.fixture

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import structured as s
 from qconvert.convert.cli import main
 
 NVFP4 = {"format": "nvfp4", "full_precision_matrix_mult": True}
 LAYER = "layers.0.mlp.up_proj"
 Cli = Callable[..., tuple[int, str, str]]
-
-
-def _module() -> ModuleType:
-    name = "qconvert_tests_structured"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "structured.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-s: Any = _module()
 
 
 @pytest.fixture(scope="module")

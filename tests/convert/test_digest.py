@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from qconvert.convert.cli import main
 from qconvert.formats import digest
 from qconvert.formats.checkpoint import opened
 from qconvert.formats.digest import KEY, PENDING, file_digest
@@ -22,17 +21,6 @@ Write = Callable[..., Path]
 def source_file(sample: Any, d: ModuleType, write: Write) -> Path:
     tensors = sample("fp8", 128, 64).named("blocks.0.fc") | sample("fp8", 256, 64).named("embed_tokens")
     return write(tensors | {"blocks.0.norm.weight": d.f32_tensor(np.ones(64))})
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def make(*words: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main([str(word) for word in words])
-        captured = capsys.readouterr()
-        return int(caught.value.code or 0), captured.out, captured.err
-
-    return make
 
 
 OUTPUTS = {

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import structured as s
 from qconvert.convert.cli import main
 from qconvert.runtime.contracts.registry import contract_names
 
 FP8 = {"format": "float8_e4m3fn"}
-
-
-def _module() -> ModuleType:
-    name = "qconvert_tests_structured"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "structured.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-s: Any = _module()
 
 
 @pytest.fixture(scope="module")

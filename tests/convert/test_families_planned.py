@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import skeletons as s
 from qconvert.convert.actions import Plan, output_header
 from qconvert.convert.gate import planned_view
 from qconvert.convert.job import Request, contracts_for, output_form, plan_job
@@ -24,20 +22,6 @@ from qconvert.formats.layers import Inventory, take_inventory
 from qconvert.formats.tensors import Spec
 from qconvert.runtime.families import detect, load_families
 from qconvert.runtime.targets import TARGETS, Target, get_target
-
-
-def _module() -> ModuleType:
-    name = "qconvert_tests_skeletons"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "skeletons.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-s: Any = _module()
 
 #: One model of each family, the one with published counts where there are any.
 MODELS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
@@ -10,10 +9,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import structured as s
 from qconvert.convert import engine_ray
 from qconvert.convert.execute import Executor
 from qconvert.convert.job import Outcome, Request, plan_job, run_job
@@ -24,20 +23,6 @@ from qconvert.formats.errors import QConvertError
 
 ray = pytest.importorskip("ray", reason="NOT INSTALLED: ray (extra `ray`)")
 TARGET = "comfy_nvfp4"
-
-
-def _module() -> ModuleType:
-    name = "qconvert_tests_structured"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "structured.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-s: Any = _module()
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import skeletons as s
 from click.testing import CliRunner
 from qconvert.convert.actions import Plan
 from qconvert.convert.cli import cli
@@ -30,18 +28,6 @@ from qconvert.runtime.targets import get_target
 save = pytest.importorskip("safetensors.numpy").save_file
 
 
-def _module() -> ModuleType:
-    name = "qconvert_tests_skeletons"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "skeletons.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-s: Any = _module()
 LAYERS = [f"blocks.{i}.{name}" for i in range(3) for name in ("attn.q", "mlp.up")]
 
 

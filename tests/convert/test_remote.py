@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import structured as s
 from qconvert.convert import upload
 from qconvert.convert.cli import main
 from qconvert.convert.job import Outcome, Request, run_job
@@ -23,20 +21,6 @@ from qconvert.formats.remote import Place, Remote, place
 
 pytest.importorskip("fsspec", reason="NOT INSTALLED: fsspec (extra `remote`)")
 TARGET = "comfy_nvfp4"
-
-
-def _module() -> ModuleType:
-    name = "qconvert_tests_structured"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "structured.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-s: Any = _module()
 
 
 def model(seed: int = 1) -> Any:

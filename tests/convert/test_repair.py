@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import structured as s
 from qconvert.convert.job import Outcome, Request, run_job
 from qconvert.formats.checkpoint import opened
 from qconvert.formats.errors import QConvertError
@@ -25,20 +23,6 @@ NVFP4 = {"format": "nvfp4", "full_precision_matrix_mult": True}
 FP8 = {"format": "float8_e4m3fn"}
 ROTATED = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
 DEEP = "model.diffusion_model."
-
-
-def _module() -> ModuleType:
-    name = "qconvert_tests_structured"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "structured.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-s: Any = _module()
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import structured as s
 from qconvert.convert import execute, journal, output
 from qconvert.convert.cli import main
 from qconvert.convert.identity import plan_digest
@@ -30,20 +29,6 @@ import qconvert
 KILLS = int(os.environ.get("QCONVERT_KILLS", "10"))
 HOST = Path(__file__).with_name("resume_host.py")
 TARGET = "comfy_nvfp4"
-
-
-def _module() -> ModuleType:
-    name = "qconvert_tests_structured"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "structured.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-s: Any = _module()
 
 
 @pytest.fixture

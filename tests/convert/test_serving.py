@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import skeletons as s
 from qconvert.convert.job import contracts_for
 from qconvert.convert.plan import PlanOptions, make_plan
 from qconvert.convert.serving import component_of, serving
@@ -20,19 +18,6 @@ from qconvert.formats.tensors import Spec
 from qconvert.runtime.families import detect
 from qconvert.runtime.targets import get_target
 
-
-def _module() -> ModuleType:
-    name = "qconvert_tests_skeletons"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "skeletons.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-s: Any = _module()
 UNKNOWN = {f"stage.{i}.mix.weight": Spec("BF16", (256, 256)) for i in range(3)}
 
 

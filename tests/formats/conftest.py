@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -16,17 +15,6 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def _load(name: str) -> ModuleType:
-    """A helper beside this file as a module; test folders are no packages, so it is loaded by its path, once."""
-    full = f"qconvert_tests_{name}"
-    if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, HERE / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[full] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[full])
-    return sys.modules[full]
-
-
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
@@ -36,21 +24,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     tables = {"source": "SOURCES", "bank": "BANKS", "convolution": "CONVOLUTIONS", "odd": "ODD"}
     for name, table in tables.items():
         if name in metafunc.fixturenames:
-            metafunc.parametrize(name, list(getattr(_load("dialects"), table)))
+            metafunc.parametrize(name, list(getattr(importlib.import_module("dialects"), table)))
     if "label" in metafunc.fixturenames:
-        metafunc.parametrize("label", list(_load("writing").WRITTEN))
+        metafunc.parametrize("label", list(importlib.import_module("writing").WRITTEN))
 
 
 @pytest.fixture(scope="session")
 def d() -> ModuleType:
     """The independent definitions."""
-    return _load("dialects")
+    return importlib.import_module("dialects")
 
 
 @pytest.fixture(scope="session")
 def writing() -> ModuleType:
     """What codecs write."""
-    return _load("writing")
+    return importlib.import_module("writing")
 
 
 @pytest.fixture
@@ -83,7 +71,9 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     def make(what: Path | Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> Checkpoint:
         if not isinstance(what, Path):
-            what = _load("dialects").write(tmp_path / f"file{len(made)}.safetensors", what, metadata)
+            what = importlib.import_module("dialects").write(
+                tmp_path / f"file{len(made)}.safetensors", what, metadata
+            )
         made.append(Checkpoint.open(what))
         return made[-1]
 

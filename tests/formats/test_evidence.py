@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import structured as s
 from qconvert.formats.checkpoint import opened
 from qconvert.formats.errors import UsageError
 from qconvert.formats.evidence import Judgement, weigh
@@ -26,20 +26,6 @@ PLAIN = {"format": "int8_tensorwise"}
 ROTATED = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": "right"}
 #: A folder that holds the weights of all-MiniLM-L6-v2, or the file itself. Without it the installed package is used.
 WEIGHTS_VARIABLE = "QCONVERT_REAL_WEIGHTS"
-
-
-def _module() -> ModuleType:
-    name = "qconvert_tests_structured"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "structured.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-s: Any = _module()
 
 
 def real_weights() -> Path | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structured
 from qconvert.formats.checkpoint import opened
 from qconvert.formats.evidence import weigh
 from qconvert.formats.layers import take_inventory
@@ -16,13 +15,7 @@ from qconvert.formats.layers import take_inventory
 @pytest.fixture(scope="module")
 def s() -> Any:
     """`structured.py`: networks with the structure of trained ones."""
-    name = "qconvert_tests_structured"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "structured.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    return structured
 
 
 MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}

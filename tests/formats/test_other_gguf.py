@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import struct
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
+import other_files as o
 import pytest
 import torch
 from qconvert.formats import gguf_blocks, gguf_encode, gguf_write
@@ -20,18 +19,6 @@ from qconvert.formats.layers import take_inventory
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.select import get_backend
 
-
-def _module(name: str) -> ModuleType:
-    full = f"qconvert_tests_{name}"
-    if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None and spec.loader is not None
-        sys.modules[full] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[full])
-    return sys.modules[full]
-
-
-o: Any = _module("other_files")
 GOLDEN = o.GOLDEN / "gguf_all.gguf"
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 

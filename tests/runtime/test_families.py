@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
+import skeletons
 from qconvert.formats.tensors import Spec
 from qconvert.runtime.families import FamilyMatch, Role, detect, generic_role, load_families, owner
 from qconvert.runtime.families.names import Names
 
-
-def _module() -> ModuleType:
-    name = "qconvert_tests_skeletons"
-    if name not in sys.modules:
-        path = Path(__file__).parents[1] / "skeletons.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-_skeletons: Any = _module()
 Header = dict[str, Spec]
 document, skeleton, prefixed, ALL = (
-    _skeletons.document,
-    _skeletons.skeleton,
-    _skeletons.prefixed,
-    _skeletons.ALL,
+    skeletons.document,
+    skeletons.skeleton,
+    skeletons.prefixed,
+    skeletons.ALL,
 )
 
 

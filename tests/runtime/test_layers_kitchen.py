@@ -7,11 +7,8 @@ kitchen rotates, divides and rounds in bfloat16, which moves codes by one and co
 
 from __future__ import annotations
 
-import sys
+import importlib
 from collections.abc import Callable, Iterator
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,16 +27,7 @@ Tensor = Any
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-def load_maker() -> ModuleType:
-    spec = spec_from_file_location("layer_files", Path(__file__).with_name("layer_files.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules["layer_files"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-make = load_maker()
+make: Any = importlib.import_module("layer_files")
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,10 @@ quantised activations, mxfp8) has no answer on a CPU; test_layers_kitchen compar
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,15 +50,6 @@ FILES: dict[str, dict[str, tuple[float, float]]] = {
 }
 
 
-def load_maker() -> ModuleType:
-    spec = spec_from_file_location("layer_files", Path(__file__).with_name("layer_files.py"))
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules["layer_files"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -81,7 +71,7 @@ def write(path: Path, make: ModuleType, config: str, dtype: Any) -> None:
 @pytest.mark.skipif(PYTHON is None, reason="QCONVERT_SGLANG_PYTHON names no Python that has sglang")
 def test_forward(tmp_path: Path) -> None:
     assert PYTHON is not None
-    make = load_maker()
+    make = importlib.import_module("layer_files")
     files = {
         (config, dtype): tmp_path / f"{config}-{dtype}.safetensors" for config in FILES for dtype in DTYPES
     }

@@ -1,7 +1,4 @@
-"""What the tests of other ecosystems share: goldens with their own config beside them, whole layers decoded, jobs.
-
-Not a test module: each test loads it by its path.
-"""
+"""What the tests of other ecosystems share: goldens with their own config beside them, whole layers decoded, jobs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Models at true size without their weights: names and shapes from data/skeletons, files with holes for payload.
-
-Test folders are no packages; load this with `importlib.util.spec_from_file_location`.
-"""
+"""Models at true size without their weights: names and shapes from data/skeletons, files with holes for payload."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any
 from qconvert.formats.header import layout
 from qconvert.formats.tensors import Spec
 
-SKELETONS = Path(__file__).parent / "data" / "skeletons"
+SKELETONS = Path(__file__).parents[1] / "data" / "skeletons"
 ALL = sorted(path.stem for path in SKELETONS.glob("*.json"))
 Header = dict[str, Spec]
 

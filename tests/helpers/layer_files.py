@@ -1,4 +1,4 @@
-"""A small checkpoint with one layer of every kind, quantised by comfy-kitchen: loaded by path, not a test."""
+"""A small checkpoint with one layer of every kind, quantised by comfy-kitchen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that codecs write, and layers written with them. Not a test module: `conftest.py` loads it."""
+"""Options that codecs write, and layers written with them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Small networks whose channels hang together as trained ones do, and files of them, right and wrong.
 
 The encoders and the file writer are this module's own (numpy, from FORMATS), so that what qconvert reads was not
-written by qconvert. Loaded by path: test folders are no packages.
+written by qconvert.
 """
 
 from __future__ import annotations
