@@ -56,7 +56,14 @@ def unswizzle(stored: NDArray[Byte], rows: int, cols: int) -> NDArray[Byte]:
 
 def swap_nibbles(packed: U8) -> U8:
     """High and low nibble of every byte exchanged."""
-    return (packed << np.uint8(4)) | (packed >> np.uint8(4))
+    out = np.ascontiguousarray(packed)
+    # Eight bytes at a time: numpy's shifts of single bytes are not vectorised.
+    wide = out.reshape(-1).view(np.uint64) if out.size % 8 == 0 else out
+    low = wide.dtype.type(int.from_bytes(b"\x0f" * wide.itemsize, "little"))
+    swapped = wide >> np.array(4, wide.dtype)
+    swapped &= low
+    swapped |= (wide & low) << np.array(4, wide.dtype)
+    return np.asarray(swapped.view(np.uint8).reshape(packed.shape), np.uint8)
 
 
 def pack_nibbles(codes: U8, *, high_first: bool) -> U8:

@@ -6,7 +6,8 @@ from functools import cache
 from importlib import import_module
 from typing import Literal, NamedTuple, cast
 
-from qconvert.kernels.api import Backend
+import numpy as np
+from qconvert.kernels.api import F32, Backend, Raw
 
 #: Backend name -> module and class. A module is imported when its backend is first asked for.
 _BACKENDS = {
@@ -90,6 +91,10 @@ class _Deferred:
 
     def __getattr__(self, operation: str) -> object:
         return getattr(get_backend(self.name), operation)
+
+    def to_f32(self, raw: Raw, dtype: str) -> F32:
+        # Scales that are float32 already are no reason to load one.
+        return raw.astype(np.float32) if dtype == "F32" else get_backend(self.name).to_f32(raw, dtype)
 
 
 def deferred_backend(name: str = "cpu") -> Backend:

@@ -54,6 +54,18 @@ def test_nibbles() -> None:
         layout.pack_nibbles(codes[:, :3], high_first=True)
 
 
+@pytest.mark.parametrize("shape", [(0,), (1,), (8,), (7, 3), (5, 16), (3, 0), (2, 3, 4)])
+def test_nibbles_of_any_number_of_bytes_are_swapped(shape: tuple[int, ...]) -> None:
+    packed = np.random.default_rng(3).integers(0, 256, (*shape, 2)).astype(np.uint8)
+    # Bytes that lie side by side, and every other one.
+    for bytes_ in (np.ascontiguousarray(packed[..., 0]), packed[..., 0]):
+        before = bytes_.copy()
+        swapped = layout.swap_nibbles(bytes_)
+        assert swapped.shape == shape
+        np.testing.assert_array_equal(swapped, bytes_ % 16 * 16 + bytes_ // 16)
+        np.testing.assert_array_equal(bytes_, before)
+
+
 def test_six_bits() -> None:
     codes = np.random.default_rng(2).integers(0, 64, (5, 32)).astype(np.uint8)
     packed = layout.pack_six_bits(codes)
