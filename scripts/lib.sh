@@ -40,12 +40,13 @@ make_venv() {
     return 1
 }
 
-# pip_install VENV ARGUMENTS...: quiet unless it fails.
+# pip_install VENV ARGUMENTS...: quiet unless it fails. Bytecode is left to the first import: most modules of torch
+# and transformers are never imported, and compiling them takes longer than unpacking them.
 pip_install() {
     local venv="$1" log code=0
     shift
     log="$(mktemp)"
-    ${PIP_TIME_LIMIT:-} "$venv/bin/python" -m pip install -q "$@" >"$log" 2>&1 </dev/null || code=$?
+    ${PIP_TIME_LIMIT:-} "$venv/bin/python" -m pip install -q --no-compile "$@" >"$log" 2>&1 </dev/null || code=$?
     [ $code -eq 0 ] || cat "$log" >&2
     rm -f "$log"
     return $code
