@@ -53,33 +53,41 @@ pip_install() {
 }
 
 # install_project VENV [EXTRA]: a normal (not editable) install, with the dependencies pinned by constraints.txt.
-# Dependencies are looked at again only when a file that names them changed; the project is installed every time.
+# Dependencies are looked at again only when a file that names them changed; the project is installed again when one of
+# its files changed, or what is installed is not what was: with it go the kernels that were compiled for it.
 install_project() {
-    local venv="$1" extra="${2:-}" stamp want stage
+    local venv="$1" extra="${2:-}" stamp want stage code=0
     make_venv "$venv" || return 1
     stamp="$venv/.qconvert-dependencies${extra:+-$extra}"
     want="$(cat "$ROOT/constraints.txt" "$ROOT/pyproject.toml" | cksum)"
     # Built from a copy: setuptools would otherwise leave build/ in the tree and pack stale files from it next time.
     stage="$(mktemp -d)"
-    if ! copy_source "$stage"; then
-        rm -rf "$stage"
-        return 1
-    fi
+    install_copy "$venv" "$extra" "$stamp" "$want" "$stage" || code=1
+    rm -rf "$stage"
+    return $code
+}
+
+install_copy() {
+    local venv="$1" extra="$2" stamp="$3" want="$4" stage="$5" sources
+    copy_source "$stage" || return 1
+    # Before the build, which leaves its own files there.
+    sources="$(cd "$stage" && find . -type f -print0 | LC_ALL=C sort -z | xargs -0 cksum | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
         say "installing dependencies${extra:+ (extra: $extra)}"
-        if ! pip_install "$venv" -c "$ROOT/constraints.txt" setuptools ||
-            ! pip_install "$venv" -c "$ROOT/constraints.txt" --no-build-isolation "$stage${extra:+[$extra]}"; then
-            rm -rf "$stage"
-            return 1
-        fi
-        printf '%s\n' "$want" >"$stamp"
+        pip_install "$venv" -c "$ROOT/constraints.txt" setuptools || return 1
+        pip_install "$venv" -c "$ROOT/constraints.txt" --no-build-isolation "$stage${extra:+[$extra]}" || return 1
+        # What an extra asks for comes on top of what the project itself needs.
+        printf '%s\n' "$want" | tee "$venv/.qconvert-dependencies" >"$stamp"
+    elif [ "$(cat "$venv/.qconvert-installed" 2>/dev/null)" != "$sources $(installed "$venv")" ]; then
+        pip_install "$venv" --no-deps --no-build-isolation --force-reinstall "$stage" || return 1
+    else
+        return 0
     fi
-    if ! pip_install "$venv" --no-deps --no-build-isolation --force-reinstall "$stage"; then
-        rm -rf "$stage"
-        return 1
-    fi
-    rm -rf "$stage"
+    printf '%s\n' "$sources $(installed "$venv")" >"$venv/.qconvert-installed"
 }
+
+# A checksum of what pip says it has installed as the project: files, their checksums, where they come from.
+installed() { cat "$1"/lib/python3*/site-packages/qconvert-*.dist-info/RECORD 2>/dev/null | cksum; }
 
 # What a build reads, and nothing else.
 copy_source() {
