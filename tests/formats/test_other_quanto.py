@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,9 +91,29 @@ def test_becomes_int8(tmp_path: Path, rng: np.random.Generator) -> None:
     assert 10 * np.log10((want**2).sum() / ((want - values) ** 2).sum()) > 38
 
 
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    return torch.cat([packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)])
+
+
+@pytest.fixture
+def quanto(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The library, with its unpacking in torch: its own is C++, which it compiles when it is first called."""
+    found = pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    extension = found.library.extensions.get_extension("quanto_cpp")
+    monkeypatch.setattr(extension, "_lib", SimpleNamespace(unpack=unpack))
+    return found
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_unpacking_is_the_reverse_of_the_librarys_packing(quanto: Any, bits: int) -> None:
+    from optimum.quanto.tensor.packed import pack_weights
+
+    codes = torch.randint(0, 1 << bits, (40, 24), dtype=torch.uint8)
+    assert torch.equal(unpack(pack_weights(codes, bits), bits), codes)
+
+
 @pytest.mark.parametrize("kind", ["qint8", "qint4", "qint2", "qfloat8"])
-def test_the_library_agrees(kind: str, tmp_path: Path) -> None:
-    quanto = pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+def test_the_library_agrees(kind: str, quanto: Any, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(256, 64)).bfloat16()
     quanto.quantize(model, weights=getattr(quanto, kind))

@@ -1,7 +1,7 @@
 """Kernels compiled ahead of time for chips that are not here, ptxas included; and what is refused below which chip.
 
-Whether kernels are interpreted is fixed when they are defined, and the tests beside this one interpret them: every
-chip is compiled for in a process of its own.
+Whether kernels are interpreted is fixed when they are defined, and the tests beside this one interpret them: kernels
+are compiled in processes of their own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from qconvert.kernels.triton.samples import samples
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "kernels" / "triton"
 
-#: Compiles a core sample as the dispatch would have it for every chip, and others in turn. Argument: JSON of the chip,
-#: names of samples, and pairs (sample, entry of `chips.NEEDS`) to compile with what the chip lacks. Prints lines of
-#: JSON, one a kernel or refusal.
+#: Compiles samples as the dispatch would have them. Argument: JSON of a list of chips, each with names of samples and
+#: with pairs (sample, entry of `chips.NEEDS`) to compile with what the chip lacks. Prints lines of JSON, one a kernel
+#: or refusal.
 COMPILE = """
 import json, re, subprocess, sys, tempfile
 from pathlib import Path
@@ -45,10 +45,10 @@ def stack(cubin):
         ran = subprocess.run(command, capture_output=True, text=True, check=True)
     return sum(map(int, re.findall(r"STACK:(\\d+)", ran.stdout)))
 
-chip, names, forced = json.loads(sys.argv[1])
 every = {sample.name: sample for sample in samples()}
-for name, need in [(name, None) for name in names] + forced:
-    line = {"sample": name, "forced": need}
+asked = json.loads(sys.argv[1])
+for chip, name, need in [(c, *pair) for c, names, forced in asked for pair in [(n, None) for n in names] + forced]:
+    line = {"chip": chip, "sample": name, "forced": need}
     try:
         for kernel in compile_samples([every[name]], chip, tiles=1, forced=[need] if need else []):
             ptx = kernel.kernel.asm["ptx"]
@@ -74,17 +74,52 @@ USERS = {
 }
 
 
-def compiled(
-    request: pytest.FixtureRequest, chip: int, names: list[str], forced: list[tuple[str, str]]
-) -> list[dict[str, Any]]:
+#: Compile every sample for every chip, which takes ten minutes.
+ALL = os.environ.get("QCONVERT_EVERY_CHIP") == "1"
+
+Asked = tuple[int, list[str], list[tuple[str, str]]]
+
+
+def classes() -> list[tuple[int, ...]]:
+    """Chips that have and lack the same entries of the table."""
+    found: dict[tuple[bool, ...], list[int]] = {}
+    for chip in chips.CHIPS:
+        found.setdefault(tuple(chip >= need.least for need in chips.NEEDS), []).append(chip)
+    return [tuple(group) for group in found.values()]
+
+
+def chosen(chip: int) -> list[str]:
+    """Names of samples to compile for a chip.
+
+    Products are for every chip: what multiplies differs. Of the rest a core sample is for one chip of each class, any
+    other for one chip, in turn.
+    """
+    every = list(samples())
+    if chip not in chips.CHIPS:
+        return list(USERS.values())
+    if ALL:
+        return [sample.name for sample in every]
+    core = [sample.name for sample in every if sample.core]
+    products = [name for name in core if name.startswith("matmul")]
+    rest = [name for name in core if name not in products]
+    (group,) = (group for group in classes() if chip in group)
+    others = [sample.name for sample in every if not sample.core]
+    return [
+        *products,
+        *rest[group.index(chip) :: len(group)],
+        *others[chips.CHIPS.index(chip) :: len(chips.CHIPS)],
+    ]
+
+
+def compiled(request: pytest.FixtureRequest, asked: list[Asked]) -> list[dict[str, Any]]:
     cache = request.config.cache
     assert cache is not None
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     ran = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps([chip, names, forced])],
+        [sys.executable, "-c", COMPILE, json.dumps(asked)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
         check=False,
         env=env | {"TRITON_CACHE_DIR": str(cache.mkdir("triton"))},
     )
@@ -104,23 +139,26 @@ def launched_kernels() -> set[str]:
     return (found - {"kernel"}) | {"matmul"}
 
 
-@pytest.mark.parametrize("chip", (75, *chips.CHIPS))
-def test_chip(request: pytest.FixtureRequest, chip: int) -> None:
-    """Every kernel compiles, and what the chip lacks is refused, as the table says."""
+@pytest.mark.parametrize("group", [(75,), *classes()], ids=str)
+def test_chips_of_a_class(request: pytest.FixtureRequest, group: tuple[int, ...]) -> None:
+    """Every kernel compiles, and what the chips lack is refused, as the table says."""
     assert set(USERS) == {need.name for need in chips.NEEDS}
-    every = list(samples())
-    names = [sample.name for sample in every if sample.core]
-    if chip in chips.CHIPS:
-        others = [sample.name for sample in every if not sample.core]
-        names += others[chips.CHIPS.index(chip) :: len(chips.CHIPS)]
-    else:
-        names = list(USERS.values())
-    lacking = [need for need in chips.NEEDS if chip < need.least]
-    lines = compiled(request, chip, names, [(USERS[need.name], need.name) for need in lacking])
-    chosen = [line for line in lines if not line["forced"]]
-    if chip >= chips.OLDEST:
-        check_kernels(chip, chosen)
-    by_sample = {line["sample"]: line for line in chosen}
+    lacking = {chip: [need for need in chips.NEEDS if chip < need.least] for chip in group}
+    asked = [(chip, chosen(chip), [(USERS[n.name], n.name) for n in lacking[chip]]) for chip in group]
+    lines = compiled(request, asked)
+    made = [line for line in lines if not line["forced"]]
+    for chip in group:
+        check_table(chip, [line for line in made if line["chip"] == chip])
+        forced = [line for line in lines if line["forced"] and line["chip"] == chip]
+        check_forced(chip, {need.name for need in lacking[chip]}, forced)
+    if group[0] >= chips.OLDEST:
+        check_kernels(group, made)
+
+
+def check_table(chip: int, lines: list[dict[str, Any]]) -> None:
+    """What the table says the chip has is used, else what stands there instead."""
+    by_sample = {line["sample"]: line for line in lines}
+    assert set(by_sample) == set(chosen(chip))
     for need in chips.NEEDS:
         line = by_sample[USERS[need.name]]
         if chip >= need.least:
@@ -131,27 +169,41 @@ def test_chip(request: pytest.FixtureRequest, chip: int) -> None:
             # Nothing instead: such a chip is below the oldest that kernels are launched on.
             assert chip < chips.OLDEST
             assert "refused" in line or need.name not in line["has"], line
-    forced = {line["forced"]: line for line in lines if line["forced"]}
-    assert set(forced) == {need.name for need in lacking}
+
+
+def check_forced(chip: int, lacking: set[str], lines: list[dict[str, Any]]) -> None:
+    """What the chip lacks is refused by the compiler or becomes something else, as the table says."""
+    forced = {line["forced"]: line for line in lines}
+    assert set(forced) == lacking
     for name, line in forced.items():
         assert "refused" in line or name not in line["has"], line
     refused = {name for name, line in forced.items() if "refused" in line}
-    assert refused >= {need.name for need in lacking if "compiler refuses" in need.refused and chip < 89}
+    by_compiler = {need.name for need in chips.NEEDS if "compiler refuses" in need.refused and chip < 89}
+    assert refused >= by_compiler & lacking
 
 
-def check_kernels(chip: int, lines: list[dict[str, Any]]) -> None:
+def check_kernels(group: tuple[int, ...], lines: list[dict[str, Any]]) -> None:
     """All are there, fit the chip without spilling registers, and round every operation by itself."""
     assert not [line for line in lines if "refused" in line]
     assert len(launched_kernels()) > 10
     assert launched_kernels() - {line["kernel"] for line in lines} == (
-        set() if chip >= 100 else {"matmul_scaled"}
+        set() if group[0] >= 100 else {"matmul_scaled"}
     )
     for line in lines:
-        assert line["cubin"] > 0 and line["shared"] <= chips.SHARED_MEMORY[chip], line
+        assert line["cubin"] > 0 and line["shared"] <= chips.SHARED_MEMORY[line["chip"]], line
         # Registers that are spilled lie on the stack; so does a word or two of the division's subroutine.
         assert line["stack"] <= 16, line
         if not line["sample"].startswith("matmul F32"):
             assert not line["inexact"], line
+
+
+def test_every_sample_is_compiled() -> None:
+    """Each for some chip, the core of them for a chip of every class: with them every kernel."""
+    every = list(samples())
+    assert {name for chip in chips.CHIPS for name in chosen(chip)} == {sample.name for sample in every}
+    for group in classes():
+        assert {s.name for s in every if s.core} <= {name for chip in group for name in chosen(chip)}
+    assert sorted(chip for group in classes() for chip in group) == sorted(chips.CHIPS)
 
 
 def test_the_documentation_shows_the_table() -> None:
