@@ -21,7 +21,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Sample(NamedTuple):
-    """A launch by name: `run` calls the launcher. `core`: compiled for every chip on every change.
+    """A launch by name: `run` calls the launcher. `core`: compiled for every class of chips on every change.
 
     Together the core samples hold every kernel, and every type of product.
     """

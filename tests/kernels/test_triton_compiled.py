@@ -74,7 +74,7 @@ USERS = {
 }
 
 
-#: Compile every sample for every chip, which takes ten minutes.
+#: Compile every sample for every chip.
 ALL = os.environ.get("QCONVERT_EVERY_CHIP") == "1"
 
 Asked = tuple[int, list[str], list[tuple[str, str]]]
