@@ -7,7 +7,7 @@ by qconvert itself for the targets that it writes.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import io
 import json
 import pkgutil
@@ -27,6 +27,7 @@ from qconvert.kernels.cpu.jit import Kernel
 from qconvert.runtime.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[1]
+HELPERS = ROOT / "tests" / "helpers"
 N, K = 64, 256
 
 
@@ -78,14 +79,10 @@ def joined(header: bytes, payload: bytes) -> bytes:
 
 
 def tests_module(name: str) -> ModuleType:
-    """A module of tests/helpers; test folders are no packages."""
-    full = f"qconvert_fuzz_{name}"
-    if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, ROOT / "tests" / "helpers" / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[full] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[full])
-    return sys.modules[full]
+    """A module of tests/helpers."""
+    if str(HELPERS) not in sys.path:
+        sys.path.append(str(HELPERS))
+    return importlib.import_module(name)
 
 
 def encoded(only: Collection[str] = ()) -> Iterator[Seed]:
