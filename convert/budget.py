@@ -20,7 +20,7 @@ from qconvert.convert.calibration import Calibration
 from qconvert.convert.plan import PlanOptions, make_plan
 from qconvert.convert.roles import RoleBook
 from qconvert.formats.checkpoint import Checkpoint
-from qconvert.formats.errors import UsageError
+from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.layers import Inventory
 from qconvert.formats.reader import LayerReader
 from qconvert.formats.values import change_basis, decode_rows, input_factor
@@ -268,6 +268,15 @@ def _error(
     factor = input_factor(layer, reader, backend)
     if factor is not None and action.fold:
         w = w * factor
+    bad = w.size - int(np.count_nonzero(np.isfinite(w)))
+    if bad:
+        raise QConvertError(
+            "weight holds NaN or Inf: nothing can be measured",
+            file=str(checkpoint.files[layer.first.file]),
+            layer=layer.prefix,
+            found=f"{bad} of {w.size} values",
+            hint="--keep leaves a layer unquantised; get the file again if it should not hold such values",
+        )
     x = change_basis(w, 0, codec.rotation(options), backend)
     statistic: Any = {"none": None, "amax": backend.amax(x), "sample": x}[codec.statistic(options)]
     common = codec.prepare(statistic, options, backend, plan.quality)

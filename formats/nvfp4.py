@@ -109,10 +109,13 @@ class Nvfp4(Codec):
                     "a marker, ModelOpt's config.json or --assume would tell",
                 )
             )
+        rotation = marker_rotation(marker, default=0)
+        if rotation and k % rotation:
+            return f"ConvRot group {rotation} does not divide K = {k}"
         options = {
             "nibbles": "high" if layout == "swizzled" or marker is not None else "low",
             "scales": layout,
-            "rotation": marker_rotation(marker, default=0),
+            "rotation": rotation,
             "full_precision": bool(marker and marker.get("full_precision_matrix_mult")),
             "shape": weight.shape,
             "dtype": weight.dtype,

@@ -126,7 +126,7 @@ def misspoken(r: Random, data: bytes) -> bytes:
         elif step == 5:
             tensor[2] = r.choice([*TYPES, unsigned(r, 32)])
         elif step == 6:
-            tensor[3] = r.choice([tensor[3] + 32, tensor[3] - 32 if tensor[3] else 0, unsigned(r)])
+            tensor[3] = r.choice([tensor[3] + 32, tensor[3] - 32, unsigned(r)]) % (1 << 64)
         elif step == 7:
             tensor[0] = r.choice(
                 [

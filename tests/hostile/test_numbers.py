@@ -219,6 +219,46 @@ def test_scales_that_are_no_scales(seed: Any, target: str, tmp_path: Path, run: 
         assert (not x.any() and not y.any()) or sqnr(x, y) > 10, (name, sqnr(x, y))
 
 
+@pytest.mark.parametrize("seed", list(seeds.encoded(FORMATS)), ids=lambda seed: seed.name)
+@pytest.mark.parametrize("words", ["--min-sqnr 25", "--budget 8bpw"])
+def test_nothing_is_measured_of_nan(seed: Any, words: str, tmp_path: Path, run: Run) -> None:
+    """Scales that are NaN, of layers whose forms would be chosen by their error."""
+    box = seeds.Box.of(seed.files[seed.main])
+    for tensor, parts in box.tensors.items():
+        if tensor.startswith("blocks.0.fc.") and parts[0] == "F32":
+            parts[2] = np.full(len(parts[2]) // 4, np.nan, F32).tobytes()
+    source = tmp_path / "in.safetensors"
+    source.write_bytes(box.bytes())
+    for target in ("comfyui:nvfp4", "modelopt_nvfp4", "comfyui:mxfp8", "comfyui:int8_tensorwise"):
+        ran = run(source, "--to", target, *words.split(), "--dry-run", "--json")
+        if ran.code:
+            assert ran.code in (1, 2) and ran.err.count("\n") == 1 and "fault of qconvert" not in ran.err, ran
+
+
+@pytest.mark.parametrize("group", [1, 7, 64, 1024, 1 << 38, -4, 4.0, "64", None])
+@pytest.mark.parametrize(
+    "seed",
+    list(seeds.encoded(("nvfp4_convrot", "int8_convrot64", "w4a4", "w4a8"))),
+    ids=lambda seed: seed.name,
+)
+def test_rotations_that_do_not_fit(seed: Any, group: Any, tmp_path: Path, run: Run) -> None:
+    """K is 256. Whatever a marker claims: read in a group that there is, or refused."""
+    box = seeds.Box.of(seed.files[seed.main])
+    marker = json.loads(box.tensors["blocks.0.fc.comfy_quant"][2]) | {
+        "convrot": True,
+        "convrot_groupsize": group,
+    }
+    data = json.dumps(marker).encode()
+    box.tensors["blocks.0.fc.comfy_quant"] = ["U8", [len(data)], data]
+    source = tmp_path / "in.safetensors"
+    source.write_bytes(box.bytes())
+    for target in ("bf16", "comfyui:mxfp8", "comfyui:nvfp4", "convrot_int8"):
+        ran = run(source, "--to", target, "-o", tmp_path / target.replace(":", "-"), "--jobs", "1")
+        assert "fault of qconvert" not in ran.err and (ran.code == 0 or ran.err.count("\n") == 1), ran
+        if group == 1 << 38 or group == 1024:
+            assert ran.code or "taken as" in ran.out, ran
+
+
 #: NaN in the 8-bit types of block scales.
 NO_NUMBER = {"F8_E4M3": 0x7F, "F8_E8M0": 0xFF, "U8": 0xFF}
 BLOCKED = ("nvfp4", "nvfp4_pre", "nvfp4_convrot", "mxfp8", "mxfp8_e8m0", "w4a8", "bank_nvfp4")
