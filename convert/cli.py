@@ -363,6 +363,9 @@ def main(argv: list[str] | None = None) -> None:
     """
     # A header of ten thousand tensors becomes a million objects without cycles: looking for some takes time.
     gc.set_threshold(200_000, 20, 20)
+    # Read when numpy is imported. The work is shared out already: products that --jobs threads each share out again
+    # wait for each other, and verify takes three times as long.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     with guarded():
         _main(argv)
 

@@ -126,7 +126,9 @@ def _kinds(inventory: Inventory) -> list[tuple[str, ...]]:
         groups.setdefault((kind, layer.word), []).append(layer)
     rows: list[tuple[str, ...]] = [("kind", "format", "layers", "bytes", "e.g.")]
     for (kind, name), layers in sorted(groups.items()):
-        example = f"{layers[0].prefix} [{layers[0].n}, {layers[0].k}]"
+        first = layers[0]
+        shape = (first.n, first.k) if first.quantised else first.tensors["weight"].shape
+        example = f"{first.prefix} {list(shape)}"
         rows.append((kind, name, str(len(layers)), size(sum(layer.nbytes for layer in layers)), example))
     if inventory.loose:
         total = sum(tensor.nbytes for tensor in inventory.loose)

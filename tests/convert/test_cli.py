@@ -132,6 +132,17 @@ def test_inspect(run: Callable[..., Ran], fp8: Path) -> None:
     assert document["bytes"] == fp8.stat().st_size
 
 
+def test_inspect_shows_shapes_as_they_are_stored(
+    run: Callable[..., Ran], d: ModuleType, write: Write
+) -> None:
+    shapes = {"norm": (96,), "fc": (8, 16), "conv": (4, 6, 3, 3), "time": (4, 6, 1, 2, 2)}
+    path = write({f"{name}.weight": d.f32_tensor(np.ones(shape)) for name, shape in shapes.items()})
+    text = run("inspect", path).out
+    assert f"norm {list(shapes['norm'])}" in text and f"fc {list(shapes['fc'])}" in text
+    assert f"conv {list(shapes['conv'])}" in text or f"time {list(shapes['time'])}" in text
+    assert ", 1]" not in text
+
+
 def test_check(run: Callable[..., Ran], fp8: Path, tmp_path: Path) -> None:
     # sglang serves no quantised embedding beside fp8.
     before = run("check", fp8)
@@ -299,3 +310,26 @@ def test_a_closed_pipe_is_no_traceback(fp8: Path) -> None:
         f"'{script}' inspect '{fp8}' --json | head -c 1", shell=True, capture_output=True, text=True
     )
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("given", [None, "3"])
+def test_matrix_products_stay_in_the_thread_that_asks(given: str | None) -> None:
+    """--jobs threads share the work; threads of numpy's own for each of them would wait for each other."""
+    code = """
+import os, sys
+from qconvert.convert.cli import main
+assert "numpy" not in sys.modules  # It looks at the number of threads when it is imported.
+try:
+    main(["--version"])
+finally:
+    import numpy
+    a = numpy.ones((512, 512), numpy.float32)
+    a @ a
+    tasks = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    print(os.environ["OPENBLAS_NUM_THREADS"], tasks)
+"""
+    env = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    env |= {"OPENBLAS_NUM_THREADS": given} if given else {}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    threads, tasks = ran.stdout.split()[-2:]
+    assert threads == given or (threads, tasks) == ("1", "1"), ran.stderr
