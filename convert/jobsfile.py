@@ -16,7 +16,7 @@ from __future__ import annotations
 import glob
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from qconvert.convert.command import make_request
 from qconvert.convert.job import Request, default_output
 from qconvert.convert.recipe import DTYPES
 from qconvert.formats.containers import SUFFIXES
-from qconvert.formats.errors import UsageError
+from qconvert.formats.errors import UsageError, close_to
 from qconvert.formats.remote import Place, Remote, place
 from qconvert.runtime.targets import get_target
 
@@ -74,11 +74,12 @@ def read_jobs(path: Path, overrides: Mapping[str, Any]) -> list[Request]:
     common = document.get("options", {})
     if not isinstance(common, dict):
         raise UsageError("options is not a table", file=str(path))
-    _check_options(path, "options", common)
+    _check_options(path, "options", common, DEFAULTS)
     found: list[tuple[Request, bool]] = []
     for number, entry in enumerate(entries, 1):
         where = f"job {number}"
-        _check_options(path, where, {key: value for key, value in entry.items() if key not in _OWN})
+        said = {key: value for key, value in entry.items() if key not in _OWN}
+        _check_options(path, where, said, (*_OWN, *DEFAULTS))
         given = {key: value for key, value in entry.items() if key in DEFAULTS}
         options = DEFAULTS | common | given | dict(overrides)
         for key in ("calibration", "staging", "recipe"):
@@ -148,11 +149,11 @@ def _remote_sources(path: Path, where: str, remote: Remote) -> list[Remote]:
     return found
 
 
-def _check_options(path: Path, where: str, options: Mapping[str, Any]) -> None:
+def _check_options(path: Path, where: str, options: Mapping[str, Any], known: Collection[str]) -> None:
     for key, value in options.items():
         if key not in DEFAULTS:
-            known = ", ".join(DEFAULTS)
-            raise UsageError(f"{where}: unknown key {key!r}", file=str(path), expected=f"one of {known}")
+            hint = close_to(key, known, f"one of {', '.join(known)}")
+            raise UsageError(f"{where}: unknown key {key!r}", file=str(path), hint=hint)
         if key in _LISTS:
             right = isinstance(value, list) and all(isinstance(item, str) for item in value)
             expected = "a list of strings"

@@ -176,7 +176,13 @@ def test_changed_payload_under_the_same_header_is_seen(
         ('[[job]]\nsource = "shelf"', "target is None"),
         ('[[job]]\nsource = []\ntarget = "bf16"', "source is []"),
         ('[[job]]\nsource = "nothing/*.gguf"\ntarget = "bf16"', "matches nothing"),
-        ('[[job]]\nsource = "shelf"\ntarget = "bf16"\nkeeep = ["x"]', "unknown key 'keeep'"),
+        (
+            '[[job]]\nsource = "shelf"\ntarget = "bf16"\nkeeep = ["x"]',
+            "unknown key 'keeep'; did you mean keep?",
+        ),
+        ('[[job]]\nsource = "shelf"\ntargets = "bf16"', "did you mean target?"),
+        ('[[job]]\nsource = "shelf"\nto = "bf16"', "; one of source, target, output, runtime,"),
+        ('[options]\ntarget = "bf16"\n[[job]]\nsource = "shelf"', "; one of runtime, keep,"),
         ('[[job]]\nsource = "shelf"\ntarget = "bf16"\nkeep = "x"', "expected a list of strings"),
         (
             '[options]\nquality = "good"\n[[job]]\nsource = "shelf"\ntarget = "bf16"',
