@@ -244,6 +244,8 @@ def print_outcome(outcome: Outcome) -> None:
         f"{outcome.output}  {size(outcome.source_bytes)} -> {size(outcome.output_bytes)} "
         f"(x{ratio:.2f}) in {outcome.seconds:.1f} s, {size(rate)}/s",
     )
+    if outcome.taken_over:
+        say("resumed", f"{outcome.taken_over} pieces that an earlier run had finished were taken over")
     for verdict in outcome.verdicts:
         if verdict.accepted:
             methods = tally(layer.method for layer in verdict.layers)

@@ -90,6 +90,8 @@ class Outcome:
     seconds: float
     #: What layers of a quantised source carry already, apart from `results`.
     source_errors: Mapping[str, SourceError] = field(default_factory=dict)
+    #: Pieces that an earlier run had finished (`--resume`).
+    taken_over: int = 0
 
 
 def default_output(source: Place, target: Target) -> Path:
@@ -263,6 +265,7 @@ def execute_plan(
             resume=request.resume,
             mode_of=next(iter(checkpoint.local_files), None),
         )
+        taken_over = sum(len(out.journal.known()) for out in outs)
 
         def executor(part: Layout, out: OutputFile, notes: Notes | None = None) -> Executor:
             return Executor(
@@ -308,7 +311,9 @@ def execute_plan(
             raise
     carried = source_errors(checkpoint, plan, backend)
     seconds = time.monotonic() - begun
-    return Outcome(plan, writer.path, checkpoint.nbytes, writer.nbytes, results, verdicts, seconds, carried)
+    return Outcome(
+        plan, writer.path, checkpoint.nbytes, writer.nbytes, results, verdicts, seconds, carried, taken_over
+    )
 
 
 def _calibration(

@@ -63,5 +63,6 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
     return document | {
         "source_bytes": outcome.source_bytes,
         "seconds": round(outcome.seconds, 3),
+        "pieces_taken_over": outcome.taken_over,
         "verdicts": [verdict_json(verdict) for verdict in outcome.verdicts],
     }

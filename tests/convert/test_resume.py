@@ -116,6 +116,21 @@ def test_only_unfinished_pieces_are_redone(
 
 
 @pytest.mark.usefixtures("small")
+def test_what_is_taken_over_is_said(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.safetensors"
+    words = [str(original), "--to", TARGET, "-o", str(path), "--jobs", "1"]
+    with pytest.raises(KeyboardInterrupt):
+        run(original, path, stop_after=20)
+    pieces = len(noted(path))
+    assert main_code([*words, "--resume"]) == 0
+    assert f"resumed   {pieces} pieces that an earlier run had finished" in capsys.readouterr().out
+    assert main_code([*words, "--force", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pieces_taken_over"] == 0
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("change", ["source", "touched", "plan", "version"])
 def test_another_source_plan_or_version_is_not_continued(
     original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
