@@ -9,6 +9,8 @@ VENV="${QCONVERT_VENV:-$ROOT/.venv}"
 export PYTHONSAFEPATH=1
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 unset PYTHONPATH
+# Installs leave bytecode to the first import: without it every process would compile torch anew.
+unset PYTHONDONTWRITEBYTECODE
 
 say() { printf '%s\n' "== $*"; }
 die() {
