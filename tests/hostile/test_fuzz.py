@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import mmap
+import os
 import sys
 from pathlib import Path
 from random import Random
@@ -91,3 +93,21 @@ def test_hostile_inputs_end_in_one_line(kind: str, all_seeds: Any, tmp_path: Pat
         assert not report.faults, (report, case.arguments)
 
     run()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="limits a forked child")
+def test_every_case_may_map_as_much_as_the_first() -> None:
+    """What a process has mapped before counts for no case: of 40,000 it is more than one may have."""
+    child = os.fork()
+    if not child:
+        kept = []
+        try:
+            for _ in range(4):
+                harness.limit_memory(100 << 20)
+                kept.append(mmap.mmap(-1, 90 << 20))
+            with pytest.raises(OSError):
+                mmap.mmap(-1, 90 << 20)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
