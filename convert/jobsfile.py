@@ -65,6 +65,8 @@ def read_jobs(path: Path, overrides: Mapping[str, Any]) -> list[Request]:
         raise UsageError(f"is not valid TOML: {error}", file=str(path)) from None
     except RecursionError:
         raise UsageError("is not valid TOML: nested too deeply", file=str(path)) from None
+    if _holds_nul(document):
+        raise UsageError("names a file with a NUL character, which none can have", file=str(path))
     unknown = sorted(set(document) - {"job", "options", "output"})
     entries = document.get("job")
     if unknown:
@@ -92,6 +94,15 @@ def read_jobs(path: Path, overrides: Mapping[str, Any]) -> list[Request]:
     requests = [request for request, named in found if named or str(request.source) not in outputs]
     _refuse_collisions(path, requests)
     return requests
+
+
+def _holds_nul(value: Any) -> bool:
+    """Whether any text holds the one character that no path, pattern or name can."""
+    if isinstance(value, str):
+        return "\0" in value
+    if isinstance(value, dict):
+        return any(map(_holds_nul, value)) or any(map(_holds_nul, value.values()))
+    return isinstance(value, list) and any(map(_holds_nul, value))
 
 
 def _expand(

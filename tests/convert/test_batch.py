@@ -191,6 +191,11 @@ def test_changed_payload_under_the_same_header_is_seen(
         ('[[job]]\nsource = "shelf"\ntarget = "bf16"\nstrict = 1', "expected true or false"),
         ('[[job]]\nsource = "shelf"\ntarget = "bf16"\nmemory = "much"', "is not a size"),
         ('[[job]]\nsource = "shelf"\ntarget = ["bf16", "bf16"]', "two jobs write"),
+        ('[[job]]\nsource = "shelf/\\u0000"\ntarget = "bf16"', "a NUL character"),
+        ('[[job]]\nsource = ["shelf", "a\\u0000"]\ntarget = "bf16"', "a NUL character"),
+        ('[[job]]\nsource = "shelf"\ntarget = "bf16"\noutput = "\\u0000"', "a NUL character"),
+        ('[[job]]\nsource = "shelf"\ntarget = "bf16"\ncalibration = "c\\u0000"', "a NUL character"),
+        ('[options]\nrecipe = "r\\u0000"\n[[job]]\nsource = "shelf"\ntarget = "bf16"', "a NUL character"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_runs(
