@@ -67,6 +67,9 @@ def read_pickle(path: Place, index: int = 0) -> Header:
     for key, tensor in _tensors(root, name):
         if key in found:
             raise HeaderError(f"tensor {key!r} occurs twice", file=name, hint=_RESAVE)
+        if any("\ud800" <= char <= "\udfff" for char in key):
+            # No other container can hold such a name.
+            raise HeaderError(f"tensor {key!r} is named with half a surrogate pair", file=name, hint=_RESAVE)
         found[key] = tensor
     for key, tensor in found.items():
         if str(tensor.layout) != "torch.strided":

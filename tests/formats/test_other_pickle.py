@@ -221,3 +221,11 @@ def test_entries_that_claim_more_than_there_is(tmp_path: Path) -> None:
     (tmp_path / "claims.pt").write_bytes(data)
     with pytest.raises(QConvertError, match="reaches beyond the file"):
         Checkpoint.open(tmp_path / "claims.pt")
+
+
+@pytest.mark.parametrize("key", ["a\ud800", "\udfff.weight"])
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({key: torch.ones(2, 2)}, path)
+    with pytest.raises(QConvertError, match="half a surrogate pair"):
+        Checkpoint.open(path)
