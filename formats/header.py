@@ -134,10 +134,14 @@ def _refuse_bombs(raw: bytes, name: str) -> None:
         _fail(name, "not a header of tensors", found=f"{values} values in {len(raw)} bytes")
 
 
+def half_surrogate(text: str) -> bool:
+    """Whether it holds half a surrogate pair, which is no character: no reader takes it, no file can be written so."""
+    return any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def _refuse_surrogates(value: Any) -> None:
-    """Half a surrogate pair is no character: no other reader takes it, and no file can be written with it."""
     if isinstance(value, str):
-        if any("\ud800" <= char <= "\udfff" for char in value):
+        if half_surrogate(value):
             raise ValueError(f"{value[:40]!r} holds half a surrogate pair")
     elif isinstance(value, list):
         for item in value:

@@ -24,7 +24,7 @@ from typing import Any
 
 from qconvert.formats.dtypes import nbytes
 from qconvert.formats.errors import HeaderError, QConvertError
-from qconvert.formats.header import Header
+from qconvert.formats.header import Header, half_surrogate
 from qconvert.formats.remote import Place
 from qconvert.formats.tensors import TensorSpec
 
@@ -67,7 +67,7 @@ def read_pickle(path: Place, index: int = 0) -> Header:
     for key, tensor in _tensors(root, name):
         if key in found:
             raise HeaderError(f"tensor {key!r} occurs twice", file=name, hint=_RESAVE)
-        if any("\ud800" <= char <= "\udfff" for char in key):
+        if half_surrogate(key):
             # No other container can hold such a name.
             raise HeaderError(f"tensor {key!r} is named with half a surrogate pair", file=name, hint=_RESAVE)
         found[key] = tensor
