@@ -8,20 +8,19 @@ statistics piece is done.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from qconvert.convert.actions import Action, PartOut
+from qconvert.convert.copying import Target, copy_run
 from qconvert.convert.heap import keep_freed_buffers
 from qconvert.convert.journal import Notes, Record
 from qconvert.convert.units import ConstUnit, CopyUnit, LayerUnit, Unit
-from qconvert.convert.writeback import begin_writeback
 from qconvert.formats.base import F32, Array, Codes
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import QConvertError
@@ -105,15 +104,6 @@ class _Task:
         if "probe" in record:
             b, signal, noise = record["probe"]
             self.probes.append(Probe(self.unit.expert, a, b, signal, noise))
-
-
-class Target(Protocol):
-    """Where bytes go: an output file, or a worker's view of one."""
-
-    @property
-    def fd(self) -> int: ...
-
-    def write(self, data: memoryview | bytes, offset: int) -> None: ...
 
 
 class Executor:
@@ -233,13 +223,7 @@ class Executor:
 
     def _copy_job(self, unit: CopyUnit) -> Callable[[], None]:
         def job() -> None:
-            source = self.checkpoint.fd(unit.file)
-            if source is None or not _copy_in_kernel(
-                source, self.out.fd, unit.start, unit.offset, unit.nbytes
-            ):
-                self.out.write(self.checkpoint.pread(unit.file, unit.start, unit.nbytes).data, unit.offset)
-            else:
-                begin_writeback(self.out.fd, unit.offset, unit.nbytes)
+            copy_run(self.checkpoint, unit.file, unit.start, self.out, unit.offset, unit.nbytes)
             self._note(unit.key)
             self.progress(unit.nbytes)
 
@@ -448,19 +432,3 @@ def lost_rows(codes: Codes, x: F32, y: F32) -> int:
         return 0
     least = np.flatnonzero(scale.reshape(len(x), -1).max(axis=1) <= np.float32(16 * SCALE_FLOOR))
     return int(np.count_nonzero(x[least].any(axis=1) & ~y[least].any(axis=1))) if least.size else 0
-
-
-def _copy_in_kernel(source: int, target: int, start: int, offset: int, size: int) -> bool:
-    """Let the kernel move the bytes (or share them, where the file system can); False when it cannot."""
-    if not hasattr(os, "copy_file_range"):
-        return False
-    done = 0
-    while done < size:
-        try:
-            moved = os.copy_file_range(source, target, size - done, start + done, offset + done)
-        except OSError:
-            return False
-        if moved == 0:
-            return False
-        done += moved
-    return True

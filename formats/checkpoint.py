@@ -133,8 +133,12 @@ class Checkpoint:
     def pread(self, index: int, start: int, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """`size` bytes from absolute offset `start` of shard `index`, in a fresh buffer. Short reads are an error."""
         buffer = np.empty(size, np.uint8)
-        view = buffer.data
-        done = 0
+        self.pread_into(index, start, buffer.data)
+        return buffer
+
+    def pread_into(self, index: int, start: int, view: memoryview) -> None:
+        """Fill `view` with the bytes from absolute offset `start` of shard `index`. Short reads are an error."""
+        done, size = 0, len(view)
         while done < size:
             try:
                 got = self._storages[index].read_into(view[done:], start + done)
@@ -151,7 +155,6 @@ class Checkpoint:
                     expected=f"byte {start + size}",
                 )
             done += got
-        return buffer
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
         """A whole tensor in its stored type (bf16 as uint16, 8-bit floats as uint8), shaped as the header says."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from qconvert.convert import execute
+from qconvert.convert import copying, execute
 from qconvert.formats.checkpoint import opened
 from qconvert.formats.layers import take_inventory
 from small_file import small
@@ -94,7 +94,7 @@ def test_copies_by_hand_are_the_same(
     mixed: Path, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = convert(mixed, "comfyui:nvfp4", tmp_path / "a.safetensors", quality="fast").output.read_bytes()
-    monkeypatch.setattr(execute, "_copy_in_kernel", lambda *args: False)
+    monkeypatch.setattr(copying, "copy_in_kernel", lambda *args: False)
     got = convert(mixed, "comfyui:nvfp4", tmp_path / "b.safetensors", quality="fast").output.read_bytes()
     assert got == wanted
 

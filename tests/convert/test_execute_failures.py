@@ -233,15 +233,14 @@ def test_a_fault_in_what_was_copied_is_noticed(
 ) -> None:
     """The codes of a re-tagged layer, one bit of them flipped on the way."""
     path = write(sample("nvfp4", 128, 64).named("fc"))
-    copied = execute._copy_in_kernel
+    copied = execute.copy_run
 
-    def flipped(source: int, target: int, start: int, offset: int, size: int) -> bool:
-        done = copied(source, target, start, offset, size)
+    def flipped(checkpoint: Any, file: int, start: int, out: Any, offset: int, size: int) -> None:
+        copied(checkpoint, file, start, out, offset, size)
         where = offset if at == 0 else offset + size - 1
-        os.pwrite(target, bytes([os.pread(target, 1, where)[0] ^ 1]), where)
-        return done
+        os.pwrite(out.fd, bytes([os.pread(out.fd, 1, where)[0] ^ 1]), where)
 
-    monkeypatch.setattr(execute, "_copy_in_kernel", flipped)
+    monkeypatch.setattr(execute, "copy_run", flipped)
     error = fails("was not copied as it is", path, "comfy_nvfp4", tmp_path / "out.safetensors")
     assert error.layer == "fc"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors
-from qconvert.convert.execute import _copy_in_kernel
+from qconvert.convert.copying import copy_in_kernel, copy_run
 from qconvert.convert.job import Request, plan_job, run_job
 from qconvert.convert.place import page_offset
 from qconvert.convert.units import COPY_BYTES, CopyUnit, make_units
@@ -119,5 +119,28 @@ def test_the_kernel_s_copy_moves_all_bytes(tmp_path: Path, monkeypatch: pytest.M
     data = np.random.default_rng(0).bytes(10_001)
     (tmp_path / "a").write_bytes(b"12345" + data)
     with (tmp_path / "a").open("rb") as a, (tmp_path / "b").open("wb+") as b:
-        assert _copy_in_kernel(a.fileno(), b.fileno(), 5, 3, len(data))
+        assert copy_in_kernel(a.fileno(), b.fileno(), 5, 3, len(data))
         assert os.pread(b.fileno(), 20_000, 3) == data
+
+
+@pytest.mark.parametrize("shift", [0, 1, 26, PAGE - 1])
+@pytest.mark.parametrize("size", [1, PAGE, (1 << 20) - 1, (1 << 20) + 1, 3 << 20])
+def test_a_run_is_copied_wherever_it_lies(tmp_path: Path, shift: int, size: int) -> None:
+    """Alike in its pages or not, in one buffer or in several."""
+    data = np.random.default_rng(1).bytes(shift + size)
+    source = write(tmp_path / "in.safetensors", [("x", "U8", (len(data),), data)])
+    with Checkpoint.open(source) as checkpoint, (tmp_path / "out").open("wb+") as handle:
+        start = checkpoint.tensors["x"].start
+        out = _Plain(handle.fileno())
+        copy_run(checkpoint, 0, start + shift, out, start % PAGE, size)
+        assert os.pread(handle.fileno(), size + PAGE, start % PAGE) == data[shift:]
+
+
+class _Plain:
+    """A file that is written to and no more."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def write(self, data: memoryview | bytes, offset: int) -> None:
+        assert os.pwrite(self.fd, data, offset) == len(data)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from qconvert.convert import execute, job, journal
+from qconvert.convert import copying, execute, job, journal
 
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
@@ -165,7 +165,7 @@ def test_a_source_that_is_cut_while_it_is_read(
     """At every read in turn, the rest of the source goes."""
     data = source.read_bytes()
     real = os.preadv
-    monkeypatch.setattr(execute, "_copy_in_kernel", lambda *_: False)
+    monkeypatch.setattr(copying, "copy_in_kernel", lambda *_: False)
     for number in range(1, 12):
         source.write_bytes(data)
         calls = 0

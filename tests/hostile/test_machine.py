@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from qconvert.convert import execute, journal, output
+from qconvert.convert import copying, execute, journal, output
 from qconvert.convert.cli import main
 
 pytest.importorskip("torch")
@@ -241,7 +241,7 @@ def test_a_full_file_system(source: Path, tmp_path: Path, run: Run, monkeypatch:
     for name in ("posix_fallocate", "pwrite"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, full)
-            patch.setattr(execute, "_copy_in_kernel", lambda *_: False)
+            patch.setattr(copying, "copy_in_kernel", lambda *_: False)
             ran = run(source, "--to", "comfy_nvfp4", "-o", tmp_path / "o" / "out.safetensors")
         assert ran.code == 1 and "No space left on device" in ran.err and ran.err.count("\n") == 1
         assert list((tmp_path / "o").iterdir()) == []
