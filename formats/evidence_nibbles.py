@@ -22,17 +22,16 @@ from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Inventory, Layer
 from qconvert.formats.sample import (
     BAND,
-    HIGH_SQUARED,
-    LOW_SQUARED,
+    F32,
     bands,
-    block_scales,
     each,
     floats,
     form,
-    looked_up,
+    nibbles_squared,
     reader,
     row_strengths,
     spread,
+    squared_scales,
 )
 from qconvert.formats.tensors import TensorSpec
 
@@ -42,6 +41,11 @@ MAX_MATRICES, MAX_VECTORS, MAX_WRITERS, MAX_READERS = 48, 256, 24, 8
 MAX_ROWS = 512
 #: Channels a dimension must have for its votes to mean anything.
 MIN_CHANNELS = 64
+#: Blocks of 16 columns of a band that are looked up at a time: larger buffers would be new to the process, and each of
+#: their pages a fault.
+BLOCKS = 32
+#: Bytes of block scales that are looked up at a time.
+RUN = 96 << 10
 #: Correlation of sums, in standard errors, from which on a matrix and a reference are taken to be related.
 RELATED = 4.0
 #: An answer needs this many standard deviations, this share of votes, this many matrices.
@@ -88,16 +92,19 @@ def _count(number: int, one: str, many: str) -> str:
 
 def nibble_order(checkpoint: Checkpoint, inventory: Inventory, layers: Sequence[Layer]) -> NibbleScore:
     """The score of nvfp4 `layers`, whose scale layout is settled; their nibble options are not looked at."""
-    subjects: dict[int, list[Votes]] = {}
     chosen = spread([layer for layer in layers if layer.k >= MIN_CHANNELS], MAX_MATRICES)
-    columns = each(lambda layer: _columns(checkpoint, layer, BUDGET // len(chosen)), chosen)
-    for layer, vector in zip(chosen, columns, strict=True):
+    references = {
+        k: found
+        for k in dict.fromkeys(layer.k for layer in chosen)
+        if (found := _references(checkpoint, inventory, k))
+    }
+    # Columns that nothing is known of to compare them with are not worth reading.
+    told = [layer for layer in chosen if layer.k in references]
+    subjects: dict[int, list[Votes]] = {}
+    columns = each(lambda layer: _columns(checkpoint, layer, BUDGET // len(chosen)), told)
+    for layer, vector in zip(told, columns, strict=True):
         subjects.setdefault(layer.k, []).append(vector)
-    scores = [
-        _vote(np.stack(vectors), references)
-        for k, vectors in subjects.items()
-        if (references := _references(checkpoint, inventory, k))
-    ]
+    scores = [_vote(np.stack(vectors), references[k]) for k, vectors in subjects.items()]
     if not scores:
         return NibbleScore(0.0, 0, 0, 0, 0)
     best = max(scores, key=lambda score: abs(score.z))
@@ -114,7 +121,7 @@ def _vote(subjects: Votes, references: list[Votes]) -> NibbleScore:
     related[np.abs(related) < RELATED / np.sqrt(pairs)] = 0
     votes = (differences * (related @ other_differences)).sum(axis=0)
     # Wilcoxon's signed ranks: no single pair of channels, however extreme, can decide.
-    ranks = np.argsort(np.argsort(np.abs(votes))) + 1.0
+    ranks = _ranks(np.abs(votes)) + 1.0
     z = float((np.sign(votes) * ranks).sum() / np.sqrt((ranks * ranks).sum())) if votes.any() else 0.0
     return NibbleScore(
         z,
@@ -127,11 +134,18 @@ def _vote(subjects: Votes, references: list[Votes]) -> NibbleScore:
 
 def _split(vectors: Votes) -> tuple[Votes, Votes]:
     """Sums of the two channels of a byte, rid of slow trends along the channels, and their differences."""
-    ranks = np.argsort(np.argsort(vectors, axis=1), axis=1).astype(np.float64)
+    ranks = _ranks(vectors)
     even, odd = ranks[:, 0::2], ranks[:, 1::2]
     sums = even + odd
     sums = sums - (np.roll(sums, 1, axis=1) + np.roll(sums, -1, axis=1)) / 2
     return _unit(sums), _unit(even - odd)
+
+
+def _ranks(x: Votes) -> Votes:
+    """Place of each element, from 0, along the last axis."""
+    out = np.empty(x.shape)
+    np.put_along_axis(out, np.argsort(x, axis=-1), np.arange(x.shape[-1], dtype=np.float64), axis=-1)
+    return out
 
 
 def _unit(x: Votes) -> Votes:
@@ -146,12 +160,26 @@ def _columns(checkpoint: Checkpoint, layer: Layer, budget: int) -> Votes:
     energy = np.zeros(layer.k)
     for a, b in bands(layer.n, min(MAX_ROWS, budget // (layer.k // 2))):
         packed = stored.rows("weight", a, b).view(np.uint8).reshape(b - a, layer.k // 2)
-        scales = block_scales(stored, a, b, layer.options) ** 2
+        scales = squared_scales(stored, a, b, layer.options)
         row = scales.mean(axis=1, keepdims=True)
-        weights = np.repeat(scales / np.where(row > 0, row, 1), 8, axis=1)
-        energy[0::2] += (looked_up(HIGH_SQUARED, packed) * weights).sum(axis=0)
-        energy[1::2] += (looked_up(LOW_SQUARED, packed) * weights).sum(axis=0)
+        energy += _column_energy(packed, scales / np.where(row > 0, row, 1))
     return energy
+
+
+def _column_energy(packed: NDArray[np.uint8], weights: F32) -> F32:
+    """Weighted squares of codes [R, K/2], high nibble first, summed over rows; `weights` [R, K/16] are of blocks."""
+    rows, blocks = weights.shape
+    # The 8 bytes of a block as one element: a block's rows side by side, so that weighing and summing them is one
+    # product of a vector and a matrix.
+    whole, by_block = packed.view(np.uint64), np.ascontiguousarray(weights.T)[:, None, :]
+    energy = np.empty((blocks, 1, 16), np.float32)
+    squares = np.empty((min(BLOCKS, blocks), rows, 8), np.uint64)
+    for a in range(0, blocks, BLOCKS):
+        b = min(a + BLOCKS, blocks)
+        codes = np.ascontiguousarray(whole[:, a:b].T).view(np.uint8).reshape(b - a, rows, 8)
+        both = np.take(nibbles_squared(), codes, out=squares[: b - a], mode="clip").view(np.float32)
+        np.matmul(by_block[a:b], both, out=energy[a:b])
+    return energy.reshape(blocks * 16)
 
 
 def _references(checkpoint: Checkpoint, inventory: Inventory, k: int) -> list[Votes]:
@@ -195,23 +223,24 @@ def _rows(checkpoint: Checkpoint, layer: Layer) -> Votes:
     """Energy of each row of a layer whose outputs are the channels."""
     stored = reader(checkpoint, layer)
     if form(layer) == "nvfp4":
-        parts = [row_strengths(stored, a, b, layer.options) for a, b in _all(layer.n)]
+        rows = max(1, RUN // (BAND * layer.k // 16)) * BAND
+        parts = [row_strengths(stored, a, b, layer.options) for a, b in _all(layer.n, rows)]
         return np.concatenate(parts).astype(np.float64)
     if layer.codec.name == "int8" and layer.options["scale"] == "row":
         raw = stored.whole("weight_scale").reshape(-1)
         return np.abs(floats(raw, stored.dtype("weight_scale"))).astype(np.float64)
     dtype = layer.first.dtype
     energies = []
-    for a, b in _all(layer.n):
+    for a, b in _all(layer.n, 4 * BAND):
         x = floats(stored.rows("weight", a, b).reshape(b - a, layer.k), dtype).astype(np.float64)
         energies.append((x * x).mean(axis=1))
     return np.concatenate(energies)
 
 
-def _all(n: int) -> Iterator[tuple[int, int]]:
-    """Rows in runs that are worth a call, and begin where tiles do."""
-    for a in range(0, n, 4 * BAND):
-        yield a, min(a + 4 * BAND, n)
+def _all(n: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Rows in runs that are worth a call; a multiple of BAND lets them begin where tiles do."""
+    for a in range(0, n, rows):
+        yield a, min(a + rows, n)
 
 
 def _is_direct(layer: Layer) -> bool:

@@ -10,14 +10,14 @@ structure both explain what chance gives, and their difference, in its standard 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Layer
-from qconvert.formats.sample import BAND, E4M3, bands, each, form, reader, spread
-from qconvert.kernels.layout import unswizzle
+from qconvert.formats.sample import BAND, E4M3, F32, bands, each, form, looked_up, reader, spread
 
 #: Bytes of scales that are read of one file.
 BUDGET = 4 << 20
@@ -26,8 +26,12 @@ MAX_LAYERS = 96
 MIN_Z, MIN_RATIO = 8.0, 1.3
 
 _BLOCK = {"nvfp4": 16, "mxfp8": 32}
-#: Of the e4m3 codes; zero as the least that there is.
-_LOGARITHMS = np.log2(np.maximum(np.abs(E4M3), 2.0**-9).astype(np.float64))
+
+
+@cache
+def _logarithms() -> F32:
+    """Of the e4m3 codes; zero as the least that there is."""
+    return np.log2(np.maximum(np.abs(E4M3), np.float32(2.0**-9)))
 
 
 class LayoutScore(NamedTuple):
@@ -91,16 +95,15 @@ def _layer(checkpoint: Checkpoint, layer: Layer, budget: int) -> NDArray[np.floa
     source = str(layer.options.get("source", "weight_scale"))
     out = np.zeros(5)
     for a, b in bands(layer.n, budget // blocks):
-        raw = stored.rows(source, a, b).view(np.uint8).reshape(BAND, blocks)
-        levels = _levels(raw, form(layer))
-        variance = float(levels.var())
-        if variance == 0:
+        levels = _levels(stored.rows(source, a, b).view(np.uint8).reshape(BAND, blocks), form(layer))
+        if levels.min() == levels.max():
             continue
+        levels -= levels.mean()
+        variance = float(np.einsum("ij,ij->", levels, levels)) / levels.size
         freedom = BAND + blocks - 2
-        tiles = _levels(unswizzle(raw, BAND, blocks), form(layer))
         out += (
-            _explained(tiles) / variance,
-            _explained(levels) / variance,
+            _explained(*_swizzled_means(levels)) / variance,
+            _explained(levels.mean(axis=1), levels.mean(axis=0)) / variance,
             freedom,
             freedom,
             levels.size,
@@ -108,15 +111,27 @@ def _layer(checkpoint: Checkpoint, layer: Layer, budget: int) -> NDArray[np.floa
     return out
 
 
-def _levels(raw: NDArray[np.uint8], codec: str) -> NDArray[np.float64]:
+def _levels(raw: NDArray[np.uint8], codec: str) -> F32:
     """Scales on a logarithmic axis; zero blocks as the smallest scale there is."""
-    if codec == "mxfp8":
-        return raw.astype(np.float64)
-    return _LOGARITHMS[raw]
+    return raw.astype(np.float32) if codec == "mxfp8" else looked_up(_logarithms(), raw)
 
 
-def _explained(levels: NDArray[np.float64]) -> float:
-    """Sum of squares of the row means and the column means."""
-    rows, columns = levels.shape
-    centred = levels - levels.mean()
-    return float((centred.mean(axis=1) ** 2).sum() * columns + (centred.mean(axis=0) ** 2).sum() * rows)
+def _swizzled_means(stored: F32) -> tuple[F32, F32]:
+    """Means of the rows and of the columns of a band [128, C] that lies as swizzled, C a multiple of 4.
+
+    A tile lists (row % 32, row // 32, column): sums are taken where the elements lie, moving them would take longer.
+    """
+    blocks = stored.shape[1]
+    tiles = stored.reshape(blocks // 4, 4 * BAND)
+    rows = tiles.sum(axis=0).reshape(32, 4, 4).sum(axis=2).T.reshape(BAND)
+    # One half onto the other until a row's four columns are left: numpy sums short rows slowly.
+    columns = tiles
+    while columns.shape[1] > 4:
+        half = columns.shape[1] // 2
+        columns = columns[:, :half] + columns[:, half:]
+    return rows / np.float32(blocks), columns.reshape(blocks) / np.float32(BAND)
+
+
+def _explained(rows: F32, columns: F32) -> float:
+    """Sum of squares over a table of its row means and its column means, of which each have a mean of zero."""
+    return float((rows**2).sum() * len(columns) + (columns**2).sum() * len(rows))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -57,11 +58,22 @@ def _e8m0() -> NDArray[np.float32]:
 
 
 E4M3, E5M2, E8M0 = _e4m3(), _e5m2(), _e8m0()
-_E4M3_SIZE, _E4M3_SQUARED = np.abs(E4M3), E4M3**2
+_E4M3_SQUARED = E4M3**2
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-#: Squares of the two 4-bit floats in a byte.
-HIGH_SQUARED = _E2M1[(np.arange(256) >> 4) & 7] ** 2
-LOW_SQUARED = _E2M1[np.arange(256) & 7] ** 2
+
+
+@cache
+def nibbles_squared() -> NDArray[np.uint64]:
+    """Squares of the two 4-bit floats in a byte, high one first: both float32 as the eight bytes of one element."""
+    codes = np.arange(256)
+    squares = np.stack([_E2M1[(codes >> 4) & 7], _E2M1[codes & 7]], axis=1) ** 2
+    return squares.astype(np.float32).view(np.uint64).reshape(256)
+
+
+@cache
+def _pairs_squared() -> F32:
+    """Sum of the squares of two e4m3 that lie side by side, by the 16 bits of both."""
+    return (_E4M3_SQUARED[:, None] + _E4M3_SQUARED).reshape(1 << 16)
 
 
 def floats(raw: Array, dtype: str) -> F32:
@@ -78,8 +90,8 @@ def floats(raw: Array, dtype: str) -> F32:
     raise KeyError(dtype)
 
 
-def looked_up(table: F32, codes: NDArray[np.uint8]) -> F32:
-    """table[codes] for a table of 256, in half the time: no code is out of range, and `clip` buffers nothing."""
+def looked_up(table: F32, codes: NDArray[np.uint8] | NDArray[np.uint16]) -> F32:
+    """table[codes] for a table of every code, in half the time: none is out of range, and `clip` buffers nothing."""
     return np.take(table, codes, mode="clip")
 
 
@@ -109,24 +121,23 @@ def reader(checkpoint: Checkpoint, layer: Layer) -> LayerReader:
     return LayerReader(checkpoint, layer, 0 if layer.experts else None)
 
 
-def block_scales(stored: LayerReader, a: int, b: int, options: Options) -> F32:
-    """nvfp4's block scales [b-a, K/16] of rows [a, b); `a` is a multiple of BAND."""
-    blocks = stored.k // 16
+def squared_scales(stored: LayerReader, a: int, b: int, options: Options) -> F32:
+    """Squares of nvfp4's block scales [b-a, K/16] of rows [a, b); `a` is a multiple of BAND."""
     if options["scales"] == "swizzled":
         tiles = stored.rows("weight_scale", a, -(-b // BAND) * BAND).view(np.uint8)
-        return looked_up(_E4M3_SIZE, unswizzle(tiles, b - a, blocks))
-    return looked_up(_E4M3_SIZE, stored.rows("weight_scale", a, b).view(np.uint8))
+        return looked_up(_E4M3_SQUARED, unswizzle(tiles, b - a, stored.k // 16))
+    return looked_up(_E4M3_SQUARED, stored.rows("weight_scale", a, b).view(np.uint8))
 
 
 def row_strengths(stored: LayerReader, a: int, b: int, options: Options) -> F32:
     """Mean square of nvfp4's block scales in each of the rows [a, b); `a` is a multiple of BAND."""
     blocks = stored.k // 16
     if options["scales"] != "swizzled" or blocks % 4 or (b - a) % BAND:
-        return np.asarray((block_scales(stored, a, b, options) ** 2).mean(axis=1), np.float32)
+        return np.asarray(squared_scales(stored, a, b, options).mean(axis=1), np.float32)
     # A tile lists, for each of 32 rows, 4 scales of it and of the rows 32, 64 and 96 below: moving bytes into rows
-    # would take longer than the sums.
-    tiles = stored.rows("weight_scale", a, b).view(np.uint8).reshape((b - a) // BAND, blocks // 4, 4 * BAND)
-    sums = looked_up(_E4M3_SQUARED, tiles).sum(axis=1).reshape(-1, 32, 4, 4).sum(axis=3)
+    # would take longer than the sums. Two scales of a row at a time: the look-ups take the most.
+    pairs = stored.rows("weight_scale", a, b).view(np.uint16).reshape((b - a) // BAND, blocks // 4, 2 * BAND)
+    sums = looked_up(_pairs_squared(), pairs).sum(axis=1).reshape(-1, 32, 4, 2).sum(axis=3)
     return np.asarray(sums.transpose(0, 2, 1).reshape(b - a) / np.float32(blocks), np.float32)
 
 
