@@ -162,7 +162,7 @@ def _columns(checkpoint: Checkpoint, layer: Layer, budget: int) -> Votes:
         packed = stored.rows("weight", a, b).view(np.uint8).reshape(b - a, layer.k // 2)
         scales = squared_scales(stored, a, b, layer.options)
         row = scales.mean(axis=1, keepdims=True)
-        energy += _column_energy(packed, scales / np.where(row > 0, row, 1))
+        energy += _column_energy(packed, scales / np.where(row > 0, row, np.float32(1)))
     return energy
 
 

@@ -32,6 +32,26 @@ def test_swizzle_by_row_chunks() -> None:
     np.testing.assert_array_equal(np.concatenate(parts), layout.swizzle(scales))
 
 
+@pytest.mark.parametrize("rows", [0, 128, 256])
+@pytest.mark.parametrize("cols", [0, 4, 12])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_swizzle_of_scales_anywhere_in_memory(rows: int, cols: int, at: int) -> None:
+    """Whole tiles need no padding; what is given stays as it is, at odd addresses and as a cut of a larger array."""
+    held = np.random.default_rng(4).integers(1, 127, rows * cols * 2 + at).astype(np.int8)
+    wide = held[at:].reshape(rows, cols * 2)
+    for scales in (held[at : at + rows * cols].reshape(rows, cols), wide[:, cols:], wide[:, ::2]):
+        before = scales.copy()
+        stored = layout.swizzle(scales)
+        assert stored.shape == (rows, cols)
+        assert stored.dtype == np.int8
+        assert not np.shares_memory(stored, scales)
+        np.testing.assert_array_equal(stored, layout.swizzle(before))
+        back = layout.unswizzle(stored, rows, cols)
+        np.testing.assert_array_equal(back, before)
+        np.testing.assert_array_equal(scales, before)
+        np.testing.assert_array_equal(layout.unswizzle(np.asfortranarray(stored), rows, cols), before)
+
+
 def test_swizzle_refuses() -> None:
     with pytest.raises(ValueError, match="one-byte"):
         layout.swizzle(np.zeros((4, 4), np.float32))
@@ -64,6 +84,16 @@ def test_nibbles_of_any_number_of_bytes_are_swapped(shape: tuple[int, ...]) -> N
         assert swapped.shape == shape
         np.testing.assert_array_equal(swapped, bytes_ % 16 * 16 + bytes_ // 16)
         np.testing.assert_array_equal(bytes_, before)
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(size=st.integers(0, 70), at=st.integers(0, 9), step=st.integers(1, 3), seed=st.integers(0, 99))
+def test_nibbles_at_any_address_are_swapped(size: int, at: int, step: int, seed: int) -> None:
+    held = np.random.default_rng(seed).integers(0, 256, at + size * step).astype(np.uint8)
+    bytes_ = held[at::step]
+    want = [(byte & 15) * 16 + byte // 16 for byte in bytes_.tolist()]
+    held.setflags(write=False)
+    assert layout.swap_nibbles(bytes_).tolist() == want
 
 
 def test_six_bits() -> None:
