@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from qconvert.convert.actions import Action, PartOut, Plan
 from qconvert.convert.calibration import Calibration
 from qconvert.convert.plan import PlanOptions, make_plan
@@ -25,11 +24,12 @@ from qconvert.formats.layers import Inventory
 from qconvert.formats.reader import LayerReader
 from qconvert.formats.values import change_basis, decode_rows, input_factor
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import np
 from qconvert.runtime.contracts.base import Contract
 from qconvert.runtime.targets import TARGETS, Target, get_target
 
 if TYPE_CHECKING:
-    from qconvert.formats.base import F32
+    from qconvert.kernels.arrays import F32
 
 #: The form of a layer that stays as it is (or is decoded): no target's name.
 KEEP = "keep"

@@ -9,14 +9,14 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 from qconvert.convert.actions import LOSSLESS, Action, ConstOut, Plan
-from qconvert.formats.base import F32, Codes
+from qconvert.formats.base import Codes
 from qconvert.formats.calibrated import Moments, calibrates, encode_calibrated
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.arrays import F32, np
 from qconvert.kernels.gptq import MomentsError, check_diagonal
 
 MOMENT, INPUTS, AMAX = ".second_moment", ".inputs", ".input_amax"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 from qconvert.convert.reading import read_source
 from qconvert.convert.screen import say_line
 from qconvert.convert.text import db
@@ -23,6 +22,7 @@ from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.layers import Inventory, Layer
 from qconvert.formats.tensors import TensorSpec
+from qconvert.kernels.arrays import np
 from qconvert.kernels.select import get_backend
 from qconvert.runtime.verify import Side, compare_layer, pair_layers
 

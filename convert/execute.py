@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
 from qconvert.convert.actions import Action, PartOut
 from qconvert.convert.copying import Target, copy_run
 from qconvert.convert.heap import keep_freed_buffers
 from qconvert.convert.journal import Notes, Record
 from qconvert.convert.units import ConstUnit, CopyUnit, LayerUnit, Unit
-from qconvert.formats.base import F32, Array, Codes
+from qconvert.formats.base import Codes
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.header import Layout
 from qconvert.formats.reader import LayerReader
 from qconvert.formats.values import change_basis, input_factor
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, Array, np
 from qconvert.kernels.search import SCALE_FLOOR
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from qconvert.convert.actions import CopyOut, Plan, out_spec
 from qconvert.formats.checkpoint import Checkpoint, dumps
 from qconvert.formats.digest import PENDING, digest_place
 from qconvert.formats.header import Layout
 from qconvert.formats.remote import Place
+from qconvert.kernels.arrays import np
 
 
 def plan_digest(plan: Plan) -> str:
@@ -45,10 +45,11 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(str(item) for item in value)
-    if isinstance(value, np.ndarray):
-        return [str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
+    # Before numpy is asked for: the plan of a plain source holds nothing else.
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
     if isinstance(value, np.generic):
         return value.item()
     # An address in memory would make every run another one.

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 from qconvert.convert.actions import LOSSLESS, Action, CopyOut, Plan
 from qconvert.convert.execute import PROBE_ROWS, Probe, Result
-from qconvert.formats.base import Array
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.errors import QConvertError
@@ -16,6 +14,7 @@ from qconvert.formats.layers import Layer, take_inventory
 from qconvert.formats.reader import LayerReader
 from qconvert.formats.values import seen_as
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import Array, np
 from qconvert.runtime.verify import Side, compare_rows, decibels
 
 #: Bytes at either end of a copied tensor that are compared.
@@ -26,7 +25,7 @@ _TOO_LARGE = 7e35
 _NO_NUMBERS = {"F8_E4M3": (0x7F, 0x7F), "F8_E5M2": (0x7F, 0x7C), "F8_E8M0": (0xFF, 0xFF)}
 _PIECE, _ROWS = 1 << 18, 1 << 12
 #: The smallest number of float32.
-_LEAST = float(np.finfo(np.float32).smallest_subnormal)
+_LEAST = 2.0**-149
 #: Options that say how a layer computes, not what its codes stand for.
 _NO_VALUES = frozenset({"full_precision"})
 

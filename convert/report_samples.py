@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 from qconvert.convert.actions import LOSSLESS
 from qconvert.convert.job import Outcome
 from qconvert.convert.report_model import Histogram, relative_error
-from qconvert.formats.base import F32
 from qconvert.formats.checkpoint import Checkpoint, opened
 from qconvert.formats.layers import take_inventory
 from qconvert.formats.values import seen_as
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, np
 from qconvert.runtime.verify import Side, paired_rows
 
 #: Layers shown, the worst first.

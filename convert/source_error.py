@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 from qconvert.convert.actions import Action, Plan
 from qconvert.convert.text import db
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.reader import LayerReader
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import np
 from qconvert.runtime.verify import decibels
 
 #: Elements of a layer that are looked at, in this many runs of rows.

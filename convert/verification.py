@@ -18,12 +18,12 @@ from qconvert.convert.progress import progress_bar
 from qconvert.convert.reading import read_source
 from qconvert.convert.screen import say, say_rows, verbose
 from qconvert.convert.text import db, parse_size
-from qconvert.formats.base import F32
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.digest import check_digests
 from qconvert.formats.errors import UsageError
 from qconvert.formats.layers import Layer, take_inventory
 from qconvert.formats.patterns import option_rule
+from qconvert.kernels.arrays import F32
 from qconvert.kernels.select import get_backend
 from qconvert.runtime.recorded import recorded_inputs
 from qconvert.runtime.roles import is_embedding_name

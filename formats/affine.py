@@ -12,19 +12,17 @@ The product of a difference of codes and a half-precision scale is exact in floa
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-from qconvert.formats.base import F32, Array, Codes, Options
+from qconvert.formats.base import Codes, Options
 from qconvert.formats.errors import QConvertError
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, U8, Array, NDArray, np
 
 FAMILY = "affine"
-U32 = NDArray[np.uint32]
-#: Candidates of the scale search, as fractions of the scale that just spans the group.
-SHRINK = np.linspace(1.0, 0.76, 9, dtype=np.float32)
+#: Candidates of the scale search, as fractions of the scale that just spans the group: so many, from 1 to the least.
+TRIALS, LEAST = 9, 0.76
 
 
-def unpack_stream(words: Array, bits: int, count: int) -> NDArray[np.uint8]:
+def unpack_stream(words: Array, bits: int, count: int) -> U8:
     """int32 words [R, W], each row one little-endian bit string -> the first `count` codes of `bits` bits."""
     data = np.ascontiguousarray(words).view(np.uint8)
     rows = data.shape[0]
@@ -44,7 +42,7 @@ def unpack_stream(words: Array, bits: int, count: int) -> NDArray[np.uint8]:
     return codes
 
 
-def pack_stream(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
+def pack_stream(codes: U8, bits: int) -> NDArray[np.int32]:
     """The inverse of `unpack_stream`: codes [R, C] with C * bits a multiple of 32 -> int32 [R, C * bits / 32]."""
     rows, count = codes.shape
     if bits == 8:
@@ -85,7 +83,7 @@ def rounding(codes: Codes, options: Options) -> F32:
     return np.asarray(step * step / np.float32(12), np.float32)
 
 
-def centred(codes: Codes, options: Options) -> tuple[NDArray[np.uint8], NDArray[np.int16]]:
+def centred(codes: Codes, options: Options) -> tuple[U8, NDArray[np.int16]]:
     """The same values about the one zero point 2^(bits-1): codes and zeros. Raises when a code does not fit."""
     half = 1 << (int(options["bits"]) - 1)
     groups = codes.get("g_idx")
@@ -116,7 +114,7 @@ def encode_symmetric(x: F32, bits: int, group: int, dtype: str, backend: Backend
     # The element of larger magnitude takes code -half, so the scale has the opposite sign of it.
     signed = peak / np.float32(-half)
     even = np.abs(peak) / np.float32(half - 1)
-    shrink = SHRINK if best and bits <= 4 else SHRINK[:1]
+    shrink = np.linspace(1.0, LEAST, TRIALS, dtype=np.float32)[: TRIALS if best and bits <= 4 else 1]
     least = np.full(peak.shape, np.inf, np.float32)
     raw = backend.from_f32(np.ascontiguousarray(even), dtype)
     kept = backend.to_f32(raw, dtype)

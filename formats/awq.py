@@ -16,17 +16,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from qconvert.formats import affine
-from qconvert.formats.base import F32, Array, Codec, Codes, Group, Options, Part, Recognition, Stored
+from qconvert.formats.base import Codec, Codes, Group, Options, Part, Recognition, Stored
 from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.quant_config import quant_config
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, U32, Array, np
 
 #: Nibble of logical column j within a word of eight.
 NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
-_SHIFTS = np.array([4 * nibble for nibble in NIBBLE], np.uint32)
 STEP = 8
 
 
@@ -110,16 +109,20 @@ class Awq(Codec):
         return same and source.get("order", "natural") == "natural"
 
 
+def _shifts() -> U32:
+    return np.array([4 * nibble for nibble in NIBBLE], np.uint32)
+
+
 def unpack(words: Array) -> Array:
     """int32 [C, N/8] -> codes uint8 [N, C]."""
-    spread = (words.view(np.uint32)[..., None] >> _SHIFTS) & np.uint32(15)
+    spread = (words.view(np.uint32)[..., None] >> _shifts()) & np.uint32(15)
     return np.ascontiguousarray(spread.astype(np.uint8).reshape(words.shape[0], -1).T)
 
 
 def pack(codes: Array) -> Array:
     """The inverse of `unpack`: codes uint8 [N, C] -> int32 [C, N/8]."""
     spread = np.ascontiguousarray(codes.T).reshape(codes.shape[1], -1, 8).astype(np.uint32)
-    words: Array = np.bitwise_or.reduce(spread << _SHIFTS, axis=-1).view(np.int32)
+    words: Array = np.bitwise_or.reduce(spread << _shifts(), axis=-1).view(np.int32)
     return words
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from qconvert.formats.base import F32, Array, Codec, Codes, Group, Options, Part, Recognition, Stored
+from qconvert.formats.base import Codec, Codes, Group, Options, Part, Recognition, Stored
 from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.finding import Finding
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.arrays import F32, Array, np
 from qconvert.kernels.layout import pack_nibbles, unpack_nibbles
 
 DEFAULT_G = 64

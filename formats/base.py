@@ -15,14 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from qconvert.formats.finding import Finding
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.arrays import F32, Array, np
 
-Array = NDArray[Any]
-F32 = NDArray[np.float32]
 Options = Mapping[str, Any]
 Codes = dict[str, Array]
 

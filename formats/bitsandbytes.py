@@ -20,16 +20,14 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-import numpy as np
-from qconvert.formats.base import F32, Array, Codec, Codes, Group, Options, Recognition, Stored, is_row
+from qconvert.formats.base import Codec, Codes, Group, Options, Recognition, Stored, is_row
 from qconvert.formats.dtypes import nbytes
 from qconvert.formats.header import strict_json
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, Array, np
 from qconvert.kernels.layout import unpack_nibbles
 
 _STATE = "weight.quant_state.bitsandbytes__"
-#: bitsandbytes multiplies by this, it does not divide by 127.
-_PER_127 = np.float32(1) / np.float32(127)
 
 
 class Bnb4(Codec):
@@ -151,7 +149,8 @@ class Bnb8(Codec):
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
         out = codes["q"].astype(np.float32)
         out *= codes["scale"][:, None]
-        out *= _PER_127
+        # bitsandbytes multiplies by this, it does not divide by 127.
+        out *= np.float32(1) / np.float32(127)
         return out
 
 

@@ -11,17 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from qconvert.formats.base import F32, Codec, Codes, Options
-from qconvert.kernels.api import U8, Backend, Quality
+from qconvert.formats.base import Codec, Codes, Options
+from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.arrays import F32, I8, U8, np
 from qconvert.kernels.gptq import gptq_factor, gptq_round
 from qconvert.kernels.layout import pack_nibbles, pack_six_bits
 from qconvert.kernels.search import NVFP4_OFFSETS
 from qconvert.kernels.weighted import nvfp4_scales, row_scale, unit_mean
 
 #: Magnitudes of the E2M1 codes 0..7.
-_E2M1: F32 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 
 @dataclass(frozen=True)
@@ -103,12 +102,12 @@ def _nearest_e2m1(x: F32) -> U8:
     """Codes 0..15 of the nearest E2M1 values, ties to the even code, saturating."""
     y = np.minimum(np.abs(x), np.float32(6))
     magic = np.where(y < 2, 6291456.0, np.where(y < 4, 12582912.0, 25165824.0)).astype(np.float32)
-    code = np.searchsorted(_E2M1, (y + magic) - magic).astype(np.uint8)
+    code = np.searchsorted(np.array(_E2M1, np.float32), (y + magic) - magic).astype(np.uint8)
     signed: U8 = code | (np.signbit(x).astype(np.uint8) << np.uint8(3))
     return signed
 
 
-def _uniform_codes(x: F32, scale: F32, levels: int, m: Moments) -> NDArray[np.int8]:
+def _uniform_codes(x: F32, scale: F32, levels: int, m: Moments) -> I8:
     """Integers -levels..levels [R, K] under a scale a row [R]."""
     codes = np.empty(x.shape, np.int8)
     if m.factor is None:

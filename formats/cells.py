@@ -9,11 +9,10 @@ for small errors), so such formats say nothing.
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-from qconvert.formats import minifloat
+from functools import cache
 
-F32 = NDArray[np.float32]
+from qconvert.formats import minifloat
+from qconvert.kernels.arrays import F32, np
 
 
 def cell_errors(values: F32) -> F32:
@@ -25,14 +24,16 @@ def cell_errors(values: F32) -> F32:
     return errors
 
 
-def _by_code(exponent_bits: int, mantissa_bits: int, finite: int) -> F32:
-    """For all codes of a small float of which magnitudes below `finite` are numbers."""
+#: Stored type -> bits of exponent and mantissa, and the first magnitude that is no number.
+_FLOATS = {"F8_E4M3": (4, 3, 0x7F), "F8_E5M2": (5, 2, 0x7C)}
+
+
+@cache
+def code_errors(kind: str) -> F32:
+    """Mean squared error of each code's cell at scale 1, for a stored type; 0 for what is no number."""
+    exponent_bits, mantissa_bits, finite = _FLOATS[kind]
     half = 1 << (exponent_bits + mantissa_bits)
     codes = np.concatenate([np.arange(finite), half + np.arange(finite)])
     out = np.zeros(2 * half, np.float32)
     out[codes] = cell_errors(minifloat.table(exponent_bits, mantissa_bits)[codes])
     return out
-
-
-#: Stored type -> mean squared error of each code's cell at scale 1.
-CELLS = {"F8_E4M3": _by_code(4, 3, 0x7F), "F8_E5M2": _by_code(5, 2, 0x7C)}

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from qconvert.formats.containers import SUFFIXES, read_container
 from qconvert.formats.dtypes import SUB_BYTE, numpy_dtype
 from qconvert.formats.errors import HeaderError, QConvertError, TransferError, UsageError, close_to
@@ -18,6 +17,7 @@ from qconvert.formats.header import Header, strict_json
 from qconvert.formats.remote import Place, Remote
 from qconvert.formats.storage import Storage, open_storage
 from qconvert.formats.tensors import HeaderView, Spec, TensorSpec
+from qconvert.kernels.arrays import np
 
 MARKER_SUFFIX = ".comfy_quant"
 #: A marker is a few hundred bytes of JSON; anything longer is not one.

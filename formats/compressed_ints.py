@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from qconvert.formats import affine
-from qconvert.formats.base import F32, Array, Codec, Codes, Group, Options, Recognition, Stored
+from qconvert.formats.base import Codec, Codes, Group, Options, Recognition, Stored
 from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.finding import Finding
 from qconvert.formats.quant_config import quant_config, scheme_weights
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, Array, np
 
 
 class CompressedPacked(Codec):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-import numpy as np
+from qconvert.kernels.arrays import np
 
 #: Bits of one element, for every type the safetensors format knows (0.8).
 BITS: dict[str, int] = {
@@ -42,20 +42,21 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "TQ1_0": (256, 54), "TQ2_0": (256, 66), "MXFP4": (32, 17), "NVFP4": (64, 36),
 }  # fmt: skip
 
-_NUMPY: dict[str, Any] = {
-    "BOOL": np.bool_,
-    "I8": np.int8,
-    "I16": np.int16,
-    "U16": np.uint16,
-    "F16": np.float16,
-    "BF16": np.uint16,
-    "I32": np.int32,
-    "U32": np.uint32,
-    "F32": np.float32,
-    "C64": np.complex64,
-    "F64": np.float64,
-    "I64": np.int64,
-    "U64": np.uint64,
+#: numpy's names of them; of every other type the bytes are held.
+_NUMPY = {
+    "BOOL": "bool",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "uint16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
 }
 
 FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
@@ -67,7 +68,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy type holding one element's bits (bf16 as uint16; 8-bit floats and sub-byte types as uint8)."""
-    held: np.dtype[Any] = np.dtype(_NUMPY.get(dtype, np.uint8))
+    held: np.dtype[Any] = np.dtype(_NUMPY.get(dtype, "uint8"))
     return held
 
 

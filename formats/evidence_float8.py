@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-import numpy as np
-from qconvert.formats.base import Array
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Layer
-from qconvert.formats.sample import BAND, F32, bands, floats, reader, spread
+from qconvert.formats.sample import BAND, bands, floats, reader, spread
+from qconvert.kernels.arrays import F32, Array, np
 
 MAX_LAYERS = 32
 BUDGET = 8 << 20

@@ -16,13 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Inventory, Layer
 from qconvert.formats.sample import (
     BAND,
-    F32,
     bands,
     each,
     floats,
@@ -34,6 +31,7 @@ from qconvert.formats.sample import (
     squared_scales,
 )
 from qconvert.formats.tensors import TensorSpec
+from qconvert.kernels.arrays import F32, F64, U8, np
 
 #: Bytes read for column energies, and for the references' row and column energies.
 BUDGET, REFERENCE_BUDGET = 20 << 20, 16 << 20
@@ -52,7 +50,6 @@ RELATED = 4.0
 MIN_Z, MIN_SHARE, MIN_RELATED = 6.0, 0.65, 2
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
-Votes = NDArray[np.float64]
 
 
 class NibbleScore(NamedTuple):
@@ -100,7 +97,7 @@ def nibble_order(checkpoint: Checkpoint, inventory: Inventory, layers: Sequence[
     }
     # Columns that nothing is known of to compare them with are not worth reading.
     told = [layer for layer in chosen if layer.k in references]
-    subjects: dict[int, list[Votes]] = {}
+    subjects: dict[int, list[F64]] = {}
     columns = each(lambda layer: _columns(checkpoint, layer, BUDGET // len(chosen)), told)
     for layer, vector in zip(told, columns, strict=True):
         subjects.setdefault(layer.k, []).append(vector)
@@ -112,7 +109,7 @@ def nibble_order(checkpoint: Checkpoint, inventory: Inventory, layers: Sequence[
     return NibbleScore(best.z, best.pairs, best.high, best.matrices, best.references, torn)
 
 
-def _vote(subjects: Votes, references: list[Votes]) -> NibbleScore:
+def _vote(subjects: F64, references: list[F64]) -> NibbleScore:
     others = np.stack(references)
     sums, differences = _split(subjects)
     other_sums, other_differences = _split(others)
@@ -132,7 +129,7 @@ def _vote(subjects: Votes, references: list[Votes]) -> NibbleScore:
     )
 
 
-def _split(vectors: Votes) -> tuple[Votes, Votes]:
+def _split(vectors: F64) -> tuple[F64, F64]:
     """Sums of the two channels of a byte, rid of slow trends along the channels, and their differences."""
     ranks = _ranks(vectors)
     even, odd = ranks[:, 0::2], ranks[:, 1::2]
@@ -141,20 +138,20 @@ def _split(vectors: Votes) -> tuple[Votes, Votes]:
     return _unit(sums), _unit(even - odd)
 
 
-def _ranks(x: Votes) -> Votes:
+def _ranks(x: F64) -> F64:
     """Place of each element, from 0, along the last axis."""
     out = np.empty(x.shape)
     np.put_along_axis(out, np.argsort(x, axis=-1), np.arange(x.shape[-1], dtype=np.float64), axis=-1)
     return out
 
 
-def _unit(x: Votes) -> Votes:
+def _unit(x: F64) -> F64:
     x = x - x.mean(axis=1, keepdims=True)
     length = np.sqrt((x * x).sum(axis=1, keepdims=True))
     return np.asarray(x / np.where(length > 0, length, 1), np.float64)
 
 
-def _columns(checkpoint: Checkpoint, layer: Layer, budget: int) -> Votes:
+def _columns(checkpoint: Checkpoint, layer: Layer, budget: int) -> F64:
     """Energy of each column as stored with high nibble first, rows brought to equal strength."""
     stored = reader(checkpoint, layer)
     energy = np.zeros(layer.k)
@@ -166,7 +163,7 @@ def _columns(checkpoint: Checkpoint, layer: Layer, budget: int) -> Votes:
     return energy
 
 
-def _column_energy(packed: NDArray[np.uint8], weights: F32) -> F32:
+def _column_energy(packed: U8, weights: F32) -> F32:
     """Weighted squares of codes [R, K/2], high nibble first, summed over rows; `weights` [R, K/16] are of blocks."""
     rows, blocks = weights.shape
     # The 8 bytes of a block as one element: a block's rows side by side, so that weighing and summing them is one
@@ -182,7 +179,7 @@ def _column_energy(packed: NDArray[np.uint8], weights: F32) -> F32:
     return energy.reshape(blocks * 16)
 
 
-def _references(checkpoint: Checkpoint, inventory: Inventory, k: int) -> list[Votes]:
+def _references(checkpoint: Checkpoint, inventory: Inventory, k: int) -> list[F64]:
     """Everything else in the file that has a number for each of k channels, in an order that no swap touches."""
     vectors = spread([t for t in checkpoint.tensors.values() if _is_vector(t, k)], MAX_VECTORS)
     found = [np.abs(_values(checkpoint, tensor)).astype(np.float64) for tensor in vectors]
@@ -205,7 +202,7 @@ def _is_vector(tensor: TensorSpec, k: int) -> bool:
     return tensor.dtype in _FLOATS and tensor.shape in ((k,), (k, 1), (1, k))
 
 
-def _values(checkpoint: Checkpoint, tensor: TensorSpec) -> NDArray[np.float32]:
+def _values(checkpoint: Checkpoint, tensor: TensorSpec) -> F32:
     return floats(checkpoint.read(tensor.name).reshape(-1), tensor.dtype)
 
 
@@ -219,7 +216,7 @@ def _cost(layer: Layer) -> int | None:
     return layer.first.nbytes if layer.codec.name in ("plain", "float8") else None
 
 
-def _rows(checkpoint: Checkpoint, layer: Layer) -> Votes:
+def _rows(checkpoint: Checkpoint, layer: Layer) -> F64:
     """Energy of each row of a layer whose outputs are the channels."""
     stored = reader(checkpoint, layer)
     if form(layer) == "nvfp4":
@@ -250,7 +247,7 @@ def _is_direct(layer: Layer) -> bool:
     )
 
 
-def _direct(checkpoint: Checkpoint, layer: Layer) -> Votes:
+def _direct(checkpoint: Checkpoint, layer: Layer) -> F64:
     """Energy of each column of a layer that is not packed, from a few rows."""
     stored = reader(checkpoint, layer)
     energy = np.zeros(layer.k)

@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Layer
-from qconvert.formats.sample import F32, bands, reader, spread
+from qconvert.formats.sample import bands, reader, spread
+from qconvert.kernels.arrays import F32, F64, np
 
 #: Bytes of codes that are read for one pool of layers.
 BUDGET = 6 << 20
 MAX_LAYERS = 24
 MAX_ROWS = 256
-Measures = NDArray[np.float64]
 GROUPS = (4, 16, 64, 256, 1024)
 #: What the best assumption must have over every other: gain in excess kurtosis, ratio of unevenness, standard
 #: errors of both, and the share of layers in which each measure agrees.
@@ -100,9 +98,7 @@ def rotation(checkpoint: Checkpoint, layers: Sequence[Layer]) -> RotationScore |
     )
 
 
-def _lead(
-    kurtosis: Measures, columns: Measures, best: int, rival: int, error_k: float, error_c: float
-) -> float:
+def _lead(kurtosis: F64, columns: F64, best: int, rival: int, error_k: float, error_c: float) -> float:
     """Standard errors by which one assumption leads another in both measures, 0 where it hardly does."""
     gain_k = float((kurtosis[:, best] - kurtosis[:, rival]).mean())
     mean_c, other_c = float(columns[:, best].mean()), float(columns[:, rival].mean())

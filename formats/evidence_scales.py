@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Layer
-from qconvert.formats.sample import BAND, E4M3, F32, bands, each, form, looked_up, reader, spread
+from qconvert.formats.sample import BAND, bands, e4m3, each, form, looked_up, reader, spread
+from qconvert.kernels.arrays import F32, F64, U8, np
 
 #: Bytes of scales that are read of one file.
 BUDGET = 4 << 20
@@ -31,7 +30,7 @@ _BLOCK = {"nvfp4": 16, "mxfp8": 32}
 @cache
 def _logarithms() -> F32:
     """Of the e4m3 codes; zero as the least that there is."""
-    return np.log2(np.maximum(np.abs(E4M3), np.float32(2.0**-9)))
+    return np.log2(np.maximum(np.abs(e4m3()), np.float32(2.0**-9)))
 
 
 class LayoutScore(NamedTuple):
@@ -88,7 +87,7 @@ def scale_layout(checkpoint: Checkpoint, layers: Sequence[Layer]) -> LayoutScore
     )
 
 
-def _layer(checkpoint: Checkpoint, layer: Layer, budget: int) -> NDArray[np.float64]:
+def _layer(checkpoint: Checkpoint, layer: Layer, budget: int) -> F64:
     """Explained squares in units of the variance (swizzled, linear), chance, degrees of freedom, elements."""
     blocks = layer.k // _BLOCK[form(layer)]
     stored = reader(checkpoint, layer)
@@ -111,7 +110,7 @@ def _layer(checkpoint: Checkpoint, layer: Layer, budget: int) -> NDArray[np.floa
     return out
 
 
-def _levels(raw: NDArray[np.uint8], codec: str) -> F32:
+def _levels(raw: U8, codec: str) -> F32:
     """Scales on a logarithmic axis; zero blocks as the smallest scale there is."""
     return raw.astype(np.float32) if codec == "mxfp8" else looked_up(_logarithms(), raw)
 

@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from qconvert.formats.base import (
-    F32,
-    Array,
     Codec,
     Codes,
     Group,
@@ -25,12 +22,13 @@ from qconvert.formats.base import (
     is_row,
     is_scalar,
 )
-from qconvert.formats.cells import CELLS
+from qconvert.formats.cells import code_errors
 from qconvert.formats.dtypes import FLOATS, FP8
 from qconvert.formats.finding import Finding
 from qconvert.formats.quant_config import QuantConfig, quant_config, scheme_weights
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.arrays import F32, Array, np
 
 #: "rowwise-..." stands in header lists of format_version 1.1: weight_scale F32 [N].
 ROWWISE = "rowwise-float8_e4m3fn"
@@ -222,7 +220,7 @@ class Float8(Codec):
     def rounding(self, codes: Codes, options: Options, backend: Backend) -> F32:
         one = np.uint8(0x38 if options["kind"] == "F8_E4M3" else 0x3C)
         scale = self.decode({**codes, "q": np.full_like(codes["q"], one)}, options, backend)
-        return np.asarray(CELLS[options["kind"]][codes["q"]] * scale * scale, np.float32)
+        return np.asarray(code_errors(options["kind"])[codes["q"]] * scale * scale, np.float32)
 
     def prepare(self, statistic: Any, options: Options, backend: Backend, quality: Quality) -> Codes:
         if options["scale"] == "scalar":

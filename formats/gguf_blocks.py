@@ -10,12 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from qconvert.formats.errors import QConvertError
-
-U8 = NDArray[np.uint8]
-F32 = NDArray[np.float32]
+from qconvert.kernels.arrays import F32, U8, np
 
 #: ggml's number of each type -> its name. Types of whole bytes carry the names that safetensors gives them.
 TYPES: dict[int, str] = {
@@ -25,8 +21,8 @@ TYPES: dict[int, str] = {
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 
-_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 
 
 def decode(kind: str, blocks: U8) -> F32:
@@ -52,7 +48,7 @@ def _half(data: U8) -> F32:
     return np.ascontiguousarray(data).view("<f2").astype(np.float32)
 
 
-def _nibbles(data: U8, run: int) -> NDArray[np.uint8]:
+def _nibbles(data: U8, run: int) -> U8:
     """[M, B] -> [M, 2B]: of every `run` bytes first all low nibbles, then all high ones."""
     spread = data.reshape(len(data), -1, 1, run)
     out = np.concatenate([spread & np.uint8(15), spread >> np.uint8(4)], axis=2)
@@ -67,7 +63,7 @@ def _q4_1(b: U8) -> F32:
     return _nibbles(b[:, 4:], 16).astype(np.float32) * _half(b[:, :2]) + _half(b[:, 2:4])
 
 
-def _fifth_bits(data: U8) -> NDArray[np.uint8]:
+def _fifth_bits(data: U8) -> U8:
     """Four bytes [M, 4], bit i for element i -> [M, 32] of 0 or 16."""
     return np.unpackbits(np.ascontiguousarray(data), axis=1, bitorder="little") << np.uint8(4)
 
@@ -94,7 +90,7 @@ def k_scales(s: U8) -> tuple[F32, F32]:
     return scale.astype(np.float32), minimum.astype(np.float32)
 
 
-def _k_affine(b: U8, q: NDArray[np.uint8]) -> F32:
+def _k_affine(b: U8, q: U8) -> F32:
     scale, minimum = k_scales(b[:, 4:16])
     scale, minimum = scale * _half(b[:, 0:2]), minimum * _half(b[:, 2:4])
     out = q.reshape(len(b), 8, 32).astype(np.float32) * scale[..., None] - minimum[..., None]
@@ -110,7 +106,7 @@ def _q5_k(b: U8) -> F32:
     return _k_affine(b, _nibbles(b[:, 48:176], 32) | (bits << np.uint8(4)).reshape(len(b), 256))
 
 
-def _pairs(data: U8) -> NDArray[np.uint8]:
+def _pairs(data: U8) -> U8:
     """64 bytes [M, 64] -> two bits for each of 256 elements: element i in byte 32(i//128) + i%32, at 2(i%128//32)."""
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
     spread = (data.reshape(len(data), 2, 1, 32) >> shifts) & np.uint8(3)
@@ -145,7 +141,7 @@ def _q3_k(b: U8) -> F32:
 
 
 def _iq4_nl(b: U8) -> F32:
-    return _IQ4[_nibbles(b[:, 2:], 16)] * _half(b[:, :2])
+    return np.array(_IQ4, np.float32)[_nibbles(b[:, 2:], 16)] * _half(b[:, :2])
 
 
 def _iq4_xs(b: U8) -> F32:
@@ -153,13 +149,13 @@ def _iq4_xs(b: U8) -> F32:
     low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], axis=2).reshape(len(b), 8)
     scale = low | ((upper >> np.arange(0, 16, 2, dtype=np.uint16)) & 3).astype(np.uint8) << 4
     spread = (scale.astype(np.float32) - np.float32(32)) * _half(b[:, :2])
-    out = _IQ4[_nibbles(b[:, 8:], 16)].reshape(len(b), 8, 32) * spread[..., None]
+    out = np.array(_IQ4, np.float32)[_nibbles(b[:, 8:], 16)].reshape(len(b), 8, 32) * spread[..., None]
     return np.ascontiguousarray(out.reshape(len(b), 256), np.float32)
 
 
 def _mxfp4(b: U8) -> F32:
     scale = np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 127)
-    return np.ascontiguousarray(_E2M1[_nibbles(b[:, 1:], 16)] * scale, np.float32)
+    return np.ascontiguousarray(np.array(_E2M1, np.float32)[_nibbles(b[:, 1:], 16)] * scale, np.float32)
 
 
 def nvfp4_scales(b: U8) -> F32:
@@ -170,13 +166,13 @@ def nvfp4_scales(b: U8) -> F32:
     return np.where(code == 0x7F, 0.0, value).astype(np.float32)
 
 
-def nvfp4_nibbles(b: U8) -> NDArray[np.uint8]:
+def nvfp4_nibbles(b: U8) -> U8:
     """Codes of 64 elements [M, 64], in their order."""
     return _nibbles(b[:, 4:], 8)
 
 
 def _nvfp4(b: U8) -> F32:
-    out = _E2M1[nvfp4_nibbles(b)].reshape(len(b), 4, 16) * nvfp4_scales(b)[..., None]
+    out = np.array(_E2M1, np.float32)[nvfp4_nibbles(b)].reshape(len(b), 4, 16) * nvfp4_scales(b)[..., None]
     return np.ascontiguousarray(out.reshape(len(b), 64), np.float32)
 
 

@@ -11,22 +11,12 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-import numpy as np
 from qconvert.formats import gguf_blocks, gguf_encode
-from qconvert.formats.base import (
-    F32,
-    Array,
-    Codec,
-    Codes,
-    Group,
-    Options,
-    Part,
-    Recognition,
-    Stored,
-)
+from qconvert.formats.base import Codec, Codes, Group, Options, Part, Recognition, Stored
 from qconvert.formats.dtypes import BLOCKS
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.arrays import F32, Array, np
 
 
 class Gguf(Codec):

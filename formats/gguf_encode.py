@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
 from qconvert.formats import affine
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, U8, NDArray, np
 
-U8 = NDArray[np.uint8]
-F32 = NDArray[np.float32]
 #: Parts of a sub-block's range that are tried for Q4_K.
-RANGES = np.array([1.0, 0.96, 0.92, 0.88, 0.84], np.float32)
+RANGES = (1.0, 0.96, 0.92, 0.88, 0.84)
 
 
 def encode(kind: str, x: F32, backend: Backend, best: bool) -> U8:
@@ -24,7 +21,7 @@ def encode(kind: str, x: F32, backend: Backend, best: bool) -> U8:
     return _ENCODERS[kind](x, backend, best)
 
 
-def _halves(q: NDArray[np.uint8]) -> U8:
+def _halves(q: U8) -> U8:
     """Codes [M, 2B] -> bytes [M, B]: the first half in the low nibbles."""
     half = q.shape[1] // 2
     return q[:, :half] | q[:, half:] << np.uint8(4)
@@ -69,8 +66,9 @@ def _fitted(blocks: F32, low: F32, high: F32) -> tuple[F32, F32]:
     """Step and offset [M, 8] of each sub-block: the least error over shrunk ranges."""
     least = np.full(low.shape, np.inf, np.float32)
     step, offset = np.zeros_like(low), np.zeros_like(low)
-    for part_low in RANGES:
-        for part_high in RANGES:
+    ranges = np.array(RANGES, np.float32)
+    for part_low in ranges:
+        for part_high in ranges:
             a = -low * part_low
             s = (high * part_high + a) / np.float32(15)
             error = blocks - (_nearest(blocks, s, a) * s[..., None] - a[..., None])

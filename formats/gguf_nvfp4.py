@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from qconvert.formats.base import Codes, Group, Options, Recognition, Stored, is_scalar, scalar
 from qconvert.formats.gguf_blocks import nvfp4_nibbles
 from qconvert.formats.nvfp4 import Nvfp4
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import np
 from qconvert.kernels.layout import pack_nibbles
 
 BLOCK, BYTES = 64, 36

@@ -19,15 +19,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import numpy as np
 from qconvert.formats import affine
-from qconvert.formats.base import F32, Array, Codec, Codes, Group, Options, Part, Recognition, Stored
+from qconvert.formats.base import Codec, Codes, Group, Options, Part, Recognition, Stored
 from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.finding import Finding
 from qconvert.formats.quant_config import QuantConfig, quant_config
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.arrays import F32, Array, np
 
 Version = Literal["v1", "v2"]
 #: Whole-word addend that turns a v1 word into a v2 word.

@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from qconvert.formats.base import (
-    F32,
-    Array,
     Codec,
     Codes,
     Group,
@@ -29,6 +26,7 @@ from qconvert.formats.quant_config import quant_config
 from qconvert.formats.rotation import USUAL_GROUPS, choose_group, marker_rotation
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.arrays import F32, Array, np
 
 _SCALES = ("weight_scale", "scale_weight")
 #: Configurations under which int8 weights are not rotated and carry their scales as recognised here.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qconvert.formats.base import Array, Codec, Group, Recognition
+from qconvert.formats.base import Codec, Group, Recognition
 from qconvert.formats.checkpoint import MARKER_SUFFIX, MAX_MARKER_BYTES, Checkpoint
 from qconvert.formats.dtypes import BLOCKS, FLOATS, numpy_dtype
 from qconvert.formats.errors import QConvertError, UsageError, close_to
@@ -19,6 +19,7 @@ from qconvert.formats.plain import plain_form
 from qconvert.formats.quant_config import header_config
 from qconvert.formats.registry import CODECS, codec, codec_for_marker, known_formats
 from qconvert.formats.tensors import TensorSpec
+from qconvert.kernels.arrays import Array
 
 #: Tensors of a layer that no codec owns but that belong to it by right.
 COMPANIONS = frozenset({"bias", "input_scale", "scale_input", "pre_quant_scale"})

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
-from qconvert.formats.base import Array, Codes, Group, Options, Part, Recognition, Stored, is_scalar
+from qconvert.formats.base import Codes, Group, Options, Part, Recognition, Stored, is_scalar
 from qconvert.formats.finding import Finding
 from qconvert.formats.mx import Element, MxCodec, Mxfp8Dialect, fit
 from qconvert.formats.nvfp4_dialect import Names, Nvfp4Dialect, one, reciprocal, scale_layout
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import Array, np
 
-_PEAK = np.float32(2688)
+_PEAK = 2688
 
 
 class LightX2VNvfp4(Nvfp4Dialect):
@@ -76,7 +76,7 @@ class LightX2VNvfp4(Nvfp4Dialect):
             total = reciprocal(codes["global_scale"])
             if not stored.has("input_absmax") or not is_scalar(stored.shape("input_absmax")):
                 return codes | {"tensor_scale": np.asarray(total, np.float32)}
-            inverse = _PEAK / one(stored, "input_absmax", backend)
+            inverse = np.float32(_PEAK) / one(stored, "input_absmax", backend)
         return codes | {
             "tensor_scale": np.asarray(total, np.float32),
             "input_global_scale": np.asarray(inverse, np.float32),

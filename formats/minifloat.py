@@ -5,12 +5,12 @@ Bit layouts: FORMATS_OTHER ("LUT4", mxfp6 of sections 3 and 5): sign in the high
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from functools import cache
 
-F32 = NDArray[np.float32]
+from qconvert.kernels.arrays import F32, np
 
 
+@cache
 def table(exponent_bits: int, mantissa_bits: int) -> F32:
     """All values of a float with these fields and the usual bias, every code a finite number."""
     codes = np.arange(1 << (1 + exponent_bits + mantissa_bits))
@@ -22,8 +22,3 @@ def table(exponent_bits: int, mantissa_bits: int) -> F32:
     )
     negative = codes >> (exponent_bits + mantissa_bits)
     return np.where(negative, -magnitude, magnitude).astype(np.float32)
-
-
-E2M1 = table(2, 1)
-E2M3 = table(2, 3)
-E3M2 = table(3, 2)

@@ -9,25 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
-from qconvert.formats.base import (
-    F32,
-    Array,
-    Codec,
-    Codes,
-    Group,
-    Options,
-    Part,
-    Recognition,
-    Stored,
-    is_scalar,
-    up,
-)
+from qconvert.formats.base import Codec, Codes, Group, Options, Part, Recognition, Stored, is_scalar, up
 from qconvert.formats.finding import Finding
 from qconvert.formats.mx import MxCodec
 from qconvert.formats.nvfp4_dialect import Names, Nvfp4Dialect, one
 from qconvert.formats.quant_config import QuantConfig, quant_config
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, Array, np
 from qconvert.kernels.layout import swap_nibbles
 
 _NVFP4 = frozenset({"weight", "weight_scale", "weight_scale_2"})

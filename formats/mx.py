@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import numpy as np
-from qconvert.formats.base import F32, Array, Codec, Codes, Group, Options, Part, Recognition, Stored, up
+from qconvert.formats import minifloat
+from qconvert.formats.base import Codec, Codes, Group, Options, Part, Recognition, Stored, up
 from qconvert.formats.finding import Finding
-from qconvert.formats.minifloat import E2M1, E2M3, E3M2
 from qconvert.formats.mxfp8 import Mxfp8
 from qconvert.formats.quant_config import quant_config
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, Array, np
 from qconvert.kernels.layout import unpack_nibbles, unswizzle
 
 BLOCK = 32
@@ -25,7 +25,8 @@ Element = Literal["e2m1", "e2m3", "e3m2", "e4m3"]
 Names = tuple[str, str]
 #: Bytes a column takes, as a fraction.
 PACKED: Mapping[str, tuple[int, int]] = {"e2m1": (1, 2), "e2m3": (3, 4), "e3m2": (3, 4), "e4m3": (1, 1)}
-_TABLES = {"e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2}
+#: Bits of exponent and mantissa.
+_FIELDS = {"e2m1": (2, 1), "e2m3": (2, 3), "e3m2": (3, 2)}
 E8M0 = ("U8", "F8_E8M0")
 
 
@@ -107,7 +108,7 @@ class MxCodec(Codec):
         q = codes["q"]
         if options["element"] == "e2m1":
             q = unpack_nibbles(q, high_first=False)
-        values = _TABLES[options["element"]][q]
+        values = minifloat.table(*_FIELDS[options["element"]])[q]
         rows, k = values.shape
         out = values.reshape(rows, k // BLOCK, BLOCK) * powers(codes["block_scale"])[..., None]
         return np.ascontiguousarray(out.reshape(rows, k), np.float32)

@@ -8,25 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from qconvert.formats.base import (
-    F32,
-    Array,
-    Codec,
-    Codes,
-    Group,
-    Options,
-    Part,
-    Recognition,
-    Stored,
-    cut,
-    stored_k,
-    up,
-)
-from qconvert.formats.cells import CELLS
+from qconvert.formats.base import Codec, Codes, Group, Options, Part, Recognition, Stored, cut, stored_k, up
+from qconvert.formats.cells import code_errors
 from qconvert.formats.finding import Finding
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.arrays import F32, Array, np
 from qconvert.kernels.layout import swizzle, unswizzle
 
 _SCALES = ("weight_scale", "weight_scale_inv")
@@ -128,7 +115,7 @@ class Mxfp8(Codec):
 
     def rounding(self, codes: Codes, options: Options, backend: Backend) -> F32:
         scale = self.decode({**codes, "q": np.full_like(codes["q"], 0x38)}, options, backend)
-        return np.asarray(cut(CELLS["F8_E4M3"][codes["q"]], options) * scale * scale, np.float32)
+        return np.asarray(cut(code_errors("F8_E4M3")[codes["q"]], options) * scale * scale, np.float32)
 
     def encode(self, x: F32, common: Codes, options: Options, backend: Backend, quality: Quality) -> Codes:
         q, scales = backend.mxfp8_encode(x, quality)

@@ -21,20 +21,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from qconvert.formats.base import F32, Array, Codec, Codes, Group, Options, Recognition, Stored
+from qconvert.formats.base import Codec, Codes, Group, Options, Recognition, Stored
 from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.finding import Finding
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, U8, Array, np
 
 TILE = 128
 #: Group size, and how many scales lie together, by kind.
 _KINDS = {"int4": (64, 0), "nvfp4": (16, 4), "mxfp4": (32, 2)}
 _OLD = ("lora_down", "lora_up", "smooth", "smooth_orig")
 _NEW = ("proj_down", "proj_up", "smooth_factor", "smooth_factor_orig")
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_INT4 = np.array([0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1], np.float32)
+_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
+_INT4 = (0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1)
 
 
 class Nunchaku(Codec):
@@ -114,7 +113,7 @@ class Nunchaku(Codec):
         return codes
 
     def decode(self, codes: Codes, options: Options, backend: Backend) -> F32:
-        table = _INT4 if options["kind"] == "int4" else _E2M1
+        table = np.array(_INT4 if options["kind"] == "int4" else _E2M1, np.float32)
         out: F32 = table[codes["q"]]
         spread = codes["scale"] * codes["total"][:, None]
         out *= np.repeat(spread, _KINDS[options["kind"]][0], axis=1)
@@ -186,7 +185,7 @@ class NunchakuW4A16(Codec):
         return np.ascontiguousarray(out.reshape(rows, k), np.float32)
 
 
-def unpack(data: Array) -> NDArray[np.uint8]:
+def unpack(data: Array) -> U8:
     """Whole tiles of `qweight` int8 [R, K/2] -> codes 0..15 [R, K]."""
     rows, k = data.shape[0], data.shape[1] * 2
     bytes_ = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
@@ -224,7 +223,7 @@ def _lora(data: F32, *, rank_first: bool) -> F32:
     return np.ascontiguousarray(spread.transpose(order)).reshape(features, rank)
 
 
-def unpack_w4a16(words: Array, k: int) -> NDArray[np.uint8]:
+def unpack_w4a16(words: Array, k: int) -> U8:
     """`qweight` int32 [R/4, K/2] -> codes [R, K]."""
     halves = np.ascontiguousarray(words).view(np.uint16)
     # Axes: n//4, k//64, n%4, k%64//32, k%8; the nibble is k%32//8.

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from qconvert.formats.base import (
-    F32,
-    Array,
     Codec,
     Codes,
     Group,
@@ -32,6 +29,7 @@ from qconvert.formats.finding import Finding
 from qconvert.formats.rotation import marker_rotation
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.arrays import F32, Array, np
 from qconvert.kernels.layout import swap_nibbles, swizzle, unswizzle
 
 

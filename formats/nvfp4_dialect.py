@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
+from qconvert.formats import minifloat
 from qconvert.formats.base import (
-    F32,
-    Array,
     Codes,
     Group,
     Options,
@@ -27,10 +25,10 @@ from qconvert.formats.base import (
     up,
 )
 from qconvert.formats.finding import Finding
-from qconvert.formats.minifloat import E2M1
 from qconvert.formats.nvfp4 import Nvfp4
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.arrays import F32, Array, np
 from qconvert.kernels.layout import swap_nibbles, swizzle, unpack_nibbles, unswizzle
 
 
@@ -146,7 +144,7 @@ class Nvfp4Dialect(Nvfp4):
         if "global_scale" not in codes:
             return super().decode(codes, options, backend)
         spread = backend.to_f32(codes["block_scale"], "F8_E4M3") / np.float32(codes["global_scale"])
-        values = E2M1[unpack_nibbles(codes["q"], high_first=True)]
+        values = minifloat.table(2, 1)[unpack_nibbles(codes["q"], high_first=True)]
         rows, k = values.shape
         out = values.reshape(rows, k // 16, 16) * spread[..., None]
         return cut(np.ascontiguousarray(out.reshape(rows, k), np.float32), options)

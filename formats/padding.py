@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.finding import Finding
+from qconvert.kernels.arrays import U8, np
 from qconvert.kernels.layout import unpack_nibbles, up
 
 if TYPE_CHECKING:
@@ -105,9 +104,7 @@ def _empty_tail(checkpoint: Checkpoint, layer: Layer, multiple: int) -> tuple[in
     return rows, columns
 
 
-def _codes(
-    checkpoint: Checkpoint, layer: Layer, a: int, b: int, columns: int | None = None
-) -> NDArray[np.uint8]:
+def _codes(checkpoint: Checkpoint, layer: Layer, a: int, b: int, columns: int | None = None) -> U8:
     """Codes of rows [a, b), one a column, or of the last columns only. Zero is code 0: padding has no sign."""
     weight = layer.tensors["weight"]
     row = weight.nbytes // weight.shape[0]

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from qconvert.formats.base import F32, Array, Codec, Codes, Group, Options, Part, Recognition, Stored
+from qconvert.formats.base import Codec, Codes, Group, Options, Part, Recognition, Stored
 from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.tensors import Spec, TensorSpec
 from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.arrays import F32, Array
 
 
 def plain_form(spec: Spec | TensorSpec) -> tuple[int, int, dict[str, Any]]:

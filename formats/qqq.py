@@ -13,12 +13,12 @@ Layout (FORMATS_OTHER section 14; the channel-wise form checked against a file p
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from qconvert.formats.base import F32, Array, Codec, Codes, Group, Options, Recognition, Stored
+from qconvert.formats.base import Codec, Codes, Group, Options, Recognition, Stored
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, Array, NDArray, np
 
 TILE = 64
 GROUP = 128
@@ -72,6 +72,7 @@ class Qqq(Codec):
         return np.ascontiguousarray(q * codes["s_channel"][:, None], np.float32)
 
 
+@cache
 def _tile(grouped: bool) -> NDArray[np.int64]:
     """Place of each packed code in its tile [16 columns, 64 rows], as column * 64 + row, in the order of the words."""
     strip, half, column = np.arange(4), np.arange(2), np.arange(4)
@@ -84,10 +85,9 @@ def _tile(grouped: bool) -> NDArray[np.int64]:
     return np.ascontiguousarray(place[:, order].reshape(-1))
 
 
-_PLACES = {grouped: _tile(grouped) for grouped in (False, True)}
 #: Which logical scale each stored one is, within runs of 32 and 64.
-_SINGLE = np.array([2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)])
-_GROUPED = np.array([i + 8 * j for i in range(8) for j in range(8)])
+_SINGLE = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+_GROUPED = [i + 8 * j for i in range(8) for j in range(8)]
 
 
 def unpack(words: Array, grouped: bool) -> Array:
@@ -97,14 +97,14 @@ def unpack(words: Array, grouped: bool) -> Array:
     shifts = np.arange(0, 32, 4, dtype=np.uint32)
     flat = ((words.view(np.uint32)[..., None] >> shifts) & np.uint32(15)).astype(np.uint8)
     out = np.empty((strips * tiles, 16 * TILE), np.uint8)
-    out[:, _PLACES[grouped]] = flat.reshape(strips * tiles, 16 * TILE)
+    out[:, _tile(grouped)] = flat.reshape(strips * tiles, 16 * TILE)
     # [strip, tile, column, row] -> [tile, row, strip, column]
     codes = out.reshape(strips, tiles, 16, TILE).transpose(1, 3, 0, 2).reshape(tiles * TILE, strips * 16)
     signed = codes.astype(np.int8) - np.int8(8)
     return signed if grouped else (codes ^ np.uint8(8)).astype(np.int8) - np.int8(8)
 
 
-def _unpermute(scales: Array, order: Array) -> Array:
+def _unpermute(scales: Array, order: list[int]) -> Array:
     """Stored scales [M, N] -> logical ones."""
     runs = scales.reshape(scales.shape[0], -1, len(order))
     out = np.empty_like(runs)

@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-import numpy as np
-from qconvert.formats.base import F32, Codec, Codes, Group, Options, Recognition, Stored
+from qconvert.formats.base import Codec, Codes, Group, Options, Recognition, Stored
 from qconvert.formats.dtypes import FLOATS, FP8
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, np
 
 _PACKED = "weight._data._data"
 

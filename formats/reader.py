@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-import numpy as np
-from qconvert.formats.base import Array, Options
+from qconvert.formats.base import Options
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.dtypes import BITS, BLOCKS, SUB_BYTE, nbytes, numpy_dtype
 from qconvert.formats.layers import Layer
 from qconvert.formats.tensors import TensorSpec
+from qconvert.kernels.arrays import Array, np
 
 #: Tensors read by columns are kept whole up to this size; no more than a few layers are open at a time.
 KEPT_BYTES = 4 << 20

@@ -9,17 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-from qconvert.formats.base import Array, Options
+from qconvert.formats.base import Options
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Layer
 from qconvert.formats.reader import LayerReader
+from qconvert.kernels.arrays import F32, F64, U8, Array, NDArray, np
 from qconvert.kernels.layout import unswizzle
 
-F32 = NDArray[np.float32]
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
@@ -39,41 +37,45 @@ def _minifloat(exponent_bits: int, bias: int) -> F32:
     return np.where(code & 0x80, -magnitude, magnitude).astype(np.float32)
 
 
-def _e4m3() -> F32:
+@cache
+def e4m3() -> F32:
     table = _minifloat(4, 7)
     table[[0x7F, 0xFF]] = 0
     return table
 
 
-def _e5m2() -> F32:
+@cache
+def e5m2() -> F32:
     table = _minifloat(5, 15)
     table[[*range(0x7C, 0x80), *range(0xFC, 0x100)]] = 0
     return table
 
 
-def _e8m0() -> NDArray[np.float32]:
+@cache
+def e8m0() -> F32:
     out = np.ldexp(np.float64(1), np.arange(256) - 127)
     out[255] = np.nan
     return out.astype(np.float32)
 
 
-E4M3, E5M2, E8M0 = _e4m3(), _e5m2(), _e8m0()
-_E4M3_SQUARED = E4M3**2
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+@cache
+def _e4m3_squared() -> F32:
+    return np.asarray(e4m3() ** 2)
 
 
 @cache
 def nibbles_squared() -> NDArray[np.uint64]:
     """Squares of the two 4-bit floats in a byte, high one first: both float32 as the eight bytes of one element."""
-    codes = np.arange(256)
-    squares = np.stack([_E2M1[(codes >> 4) & 7], _E2M1[codes & 7]], axis=1) ** 2
+    codes, e2m1 = np.arange(256), np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    squares = np.stack([e2m1[(codes >> 4) & 7], e2m1[codes & 7]], axis=1) ** 2
     return squares.astype(np.float32).view(np.uint64).reshape(256)
 
 
 @cache
 def _pairs_squared() -> F32:
     """Sum of the squares of two e4m3 that lie side by side, by the 16 bits of both."""
-    return (_E4M3_SQUARED[:, None] + _E4M3_SQUARED).reshape(1 << 16)
+    squared = _e4m3_squared()
+    return (squared[:, None] + squared).reshape(1 << 16)
 
 
 def floats(raw: Array, dtype: str) -> F32:
@@ -81,16 +83,16 @@ def floats(raw: Array, dtype: str) -> F32:
     if dtype == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype in ("F8_E4M3", "F8_E5M2"):
-        return looked_up(E4M3 if dtype == "F8_E4M3" else E5M2, raw.view(np.uint8))
+        return looked_up(e4m3() if dtype == "F8_E4M3" else e5m2(), raw.view(np.uint8))
     if dtype in ("F16", "F32", "F64", "I8"):
         with np.errstate(over="ignore"):
             return raw.astype(np.float32)
     if dtype == "F8_E8M0":
-        return looked_up(E8M0, raw.view(np.uint8))
+        return looked_up(e8m0(), raw.view(np.uint8))
     raise KeyError(dtype)
 
 
-def looked_up(table: F32, codes: NDArray[np.uint8] | NDArray[np.uint16]) -> F32:
+def looked_up(table: F32, codes: U8 | NDArray[np.uint16]) -> F32:
     """table[codes] for a table of every code, in half the time: none is out of range, and `clip` buffers nothing."""
     return np.take(table, codes, mode="clip")
 
@@ -125,8 +127,8 @@ def squared_scales(stored: LayerReader, a: int, b: int, options: Options) -> F32
     """Squares of nvfp4's block scales [b-a, K/16] of rows [a, b); `a` is a multiple of BAND."""
     if options["scales"] == "swizzled":
         tiles = stored.rows("weight_scale", a, -(-b // BAND) * BAND).view(np.uint8)
-        return looked_up(_E4M3_SQUARED, unswizzle(tiles, b - a, stored.k // 16))
-    return looked_up(_E4M3_SQUARED, stored.rows("weight_scale", a, b).view(np.uint8))
+        return looked_up(_e4m3_squared(), unswizzle(tiles, b - a, stored.k // 16))
+    return looked_up(_e4m3_squared(), stored.rows("weight_scale", a, b).view(np.uint8))
 
 
 def row_strengths(stored: LayerReader, a: int, b: int, options: Options) -> F32:
@@ -149,7 +151,7 @@ def form(layer: Layer) -> str:
     return "mxfp8" if name == "mxfp8_row_major" else name
 
 
-def standard(x: NDArray[Any]) -> NDArray[np.float64]:
+def standard(x: Array) -> F64:
     """Zero mean and unit length along the last axis; constants become zero."""
     x = x - x.mean(axis=-1, keepdims=True)
     length = np.sqrt((x * x).sum(axis=-1, keepdims=True))

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from qconvert.formats.base import F32, Codec, Codes, Group, Options, Recognition, Stored
+from qconvert.formats.base import Codec, Codes, Group, Options, Recognition, Stored
 from qconvert.formats.finding import Finding
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, np
 from qconvert.kernels.layout import unpack_nibbles
 
 _OWNED = ("weight", "weight_scale", "weight_proj_down", "weight_proj_up", "weight_smooth_factor")

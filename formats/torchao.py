@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import numpy as np
-from qconvert.formats.base import Array, Codec, Codes, Group, Options, Recognition, Stored, is_row, is_scalar
+from qconvert.formats.base import Codec, Codes, Group, Options, Recognition, Stored, is_row, is_scalar
 from qconvert.formats.finding import Finding
 from qconvert.formats.float8 import Float8
 from qconvert.formats.header import strict_json
@@ -19,6 +18,7 @@ from qconvert.formats.int8 import Int8
 from qconvert.formats.mx import MxCodec, Mxfp8Dialect
 from qconvert.formats.nvfp4_dialect import Names, Nvfp4Dialect, scale_layout
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import Array, np
 
 QDATA, SCALE, ZERO, TOTAL = "_weight_qdata", "_weight_scale", "_weight_zero_point", "_weight_per_tensor_scale"
 _MX_NAMES = (QDATA, SCALE)

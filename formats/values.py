@@ -6,13 +6,13 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-import numpy as np
-from qconvert.formats.base import F32, Codec, Options, Stored
+from qconvert.formats.base import Codec, Options, Stored
 from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.layers import Layer
 from qconvert.formats.reader import LayerReader
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, np
 
 
 def decode_rows(layer: Layer, stored: Stored, a: int, b: int, backend: Backend) -> F32:

@@ -10,24 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from qconvert.formats.base import (
-    F32,
-    Array,
-    Codec,
-    Codes,
-    Group,
-    Options,
-    Part,
-    Recognition,
-    Statistic,
-    Stored,
-)
+from qconvert.formats.base import Codec, Codes, Group, Options, Part, Recognition, Statistic, Stored
 from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.finding import Finding
 from qconvert.formats.rotation import DEFAULT_GROUP, marker_rotation
 from qconvert.formats.tensors import Spec
 from qconvert.kernels.api import Backend, Quality
+from qconvert.kernels.arrays import F32, Array, np
 
 DEFAULT_G = 16
 #: Names seen in files for the symmetric form; none of them has a loader in any runtime.

@@ -13,13 +13,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-F32 = NDArray[np.float32]
-U8 = NDArray[np.uint8]
-I8 = NDArray[np.int8]
-Raw = NDArray[np.generic]
+from qconvert.kernels.arrays import F32, I8, U8, Raw, np
 
 Quality = Literal["fast", "best"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from qconvert.kernels.api import F32
+from qconvert.kernels.arrays import F32
 from qconvert.kernels.search import LEAST_NORMAL
 
 

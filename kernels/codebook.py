@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from qconvert.kernels.api import F32, U8, Quality
+from qconvert.kernels.api import Quality
+from qconvert.kernels.arrays import F32, U8
 from qconvert.kernels.cpu import w4a8
 from qconvert.kernels.layout import unpack_nibbles
 from qconvert.kernels.search import SCALE_FLOOR

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-from qconvert.kernels.api import F32
+from qconvert.kernels.arrays import F32, NDArray, np
 
 #: Part of the mean of H's diagonal that is added to it (the paper's 1 %).
 DAMPING = 0.01

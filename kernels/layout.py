@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+from qconvert.kernels.arrays import U8, NDArray, np
 
-Byte = TypeVar("Byte", bound=np.generic)
-U8 = NDArray[np.uint8]
+Byte = TypeVar("Byte", bound="np.generic")
 
 #: Rows and columns of one scale tile (FORMATS: block-scale swizzle, cuBLAS 128x4 tiles).
 TILE_ROWS, TILE_COLS = 128, 4

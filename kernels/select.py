@@ -6,8 +6,8 @@ from functools import cache
 from importlib import import_module
 from typing import Literal, NamedTuple, cast
 
-import numpy as np
-from qconvert.kernels.api import F32, Backend, Raw
+from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, Raw, np
 
 #: Backend name -> module and class. A module is imported when its backend is first asked for.
 _BACKENDS = {

@@ -7,9 +7,7 @@ They run on the CPU whatever the backend.
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-from qconvert.kernels.api import F32, U8
+from qconvert.kernels.arrays import F32, U8, NDArray, np
 from qconvert.kernels.search import (
     INT4_FACTORS,
     INT4_STEPS,

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from qconvert.formats.header import layout
 from qconvert.formats.tensors import Spec
+from qconvert.kernels.arrays import F32, np
 
 #: Layers with more in features than this get the diagonal only: [K, K] would take a gigabyte and more.
 FULL_UP_TO = 16384
@@ -77,7 +76,7 @@ class Recorder:
         """Write the file. Raises ValueError when no layer was run."""
         if not self.moments:
             raise ValueError("no linear layer of the model was run while recording")
-        tensors: dict[str, NDArray[np.float32]] = {}
+        tensors: dict[str, F32] = {}
         for name, total in self.moments.items():
             mean = (total / self.rows[name]).to(self._torch.float32)
             tensors[f"{name}.second_moment"] = mean.cpu().numpy()
@@ -85,7 +84,7 @@ class Recorder:
         write_calibration(path, tensors)
 
 
-def write_calibration(path: Path, tensors: dict[str, NDArray[np.float32]]) -> None:
+def write_calibration(path: Path, tensors: dict[str, F32]) -> None:
     """A safetensors file of float32 tensors, named as docs/calibration.md says."""
     laid = layout(
         [(name, Spec("F32", array.shape)) for name, array in tensors.items()],

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-from qconvert.formats.base import F32
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.layers import Layer
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, np
 
 
 def recorded_inputs(checkpoint: Checkpoint, backend: Backend) -> Callable[[Layer], F32 | None]:

@@ -7,8 +7,6 @@ import zlib
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import numpy as np
-from qconvert.formats.base import F32
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.layers import Inventory, Layer
 from qconvert.formats.reader import LayerReader
@@ -16,6 +14,7 @@ from qconvert.formats.registry import CODECS, codec_for_marker
 from qconvert.formats.tensors import TensorSpec
 from qconvert.formats.values import aligned, decode_rows, input_factor, seen_as
 from qconvert.kernels.api import Backend
+from qconvert.kernels.arrays import F32, np
 
 #: Elements decoded at a time.
 CHUNK_ELEMENTS = 1 << 20

@@ -97,6 +97,26 @@ def test_formats_and_contracts_import_no_heavy_library() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_numpy_is_imported_when_something_is_computed() -> None:
+    """Headers and plans need no numbers: modules that they load take numpy from kernels/arrays.py, which waits."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in python_files("formats", "runtime", "convert")
+        # Layers are torch's modules; torch imports numpy itself.
+        if not path.is_relative_to(ROOT / "runtime" / "layers")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+        if (isinstance(node, ast.Import) and any(name.name.split(".")[0] == "numpy" for name in node.names))
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "numpy")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def write_plain(path: Path) -> None:
+    """A small file without any quantised layer: two linears and a norm."""
+    tensors = {f"blocks.{i}.attn.to_q.weight": ("BF16", [64, 256], bytes(2 * 64 * 256)) for i in range(2)}
+    write_tensors(path, tensors | {"blocks.0.norm.weight": ("F32", [256], bytes(4 * 256))})
+
+
 def write_file(path: Path) -> None:
     """A small file that the default contract accepts: one nvfp4 layer with all its tensors, one norm."""
     marker = json.dumps({"format": "nvfp4", "full_precision_matrix_mult": True}).encode()
@@ -108,6 +128,10 @@ def write_file(path: Path) -> None:
         f"{prefix}.comfy_quant": ("U8", [len(marker)], marker),
         "model.layers.0.input_layernorm.weight": ("BF16", [64], bytes(128)),
     }
+    write_tensors(path, tensors)
+
+
+def write_tensors(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
     header: dict[str, object] = {}
     payload = b""
     for name, (dtype, shape, data) in tensors.items():
@@ -131,9 +155,21 @@ try:
     main()
 except SystemExit as stop:
     code = stop.code or 0
-loaded = sorted({"torch", "numba", "triton", "safetensors"} & set(sys.modules))
+loaded = sorted({"torch", "numba", "triton", "safetensors", "numpy"} & set(sys.modules))
 print("PROBE", code, *loaded, file=sys.stderr)
 """
+
+
+def loaded(arguments: tuple[str, ...], file: Path) -> set[str]:
+    """The heavy libraries that a command has loaded by its end; it must succeed and say something."""
+    words = [str(file) if word == "FILE" else word for word in arguments]
+    run = subprocess.run(
+        [sys.executable, "-c", PROBE, *words], capture_output=True, text=True, cwd=file.parent, timeout=120
+    )
+    probe, code, *names = run.stderr.splitlines()[-1].split()
+    assert (probe, code) == ("PROBE", "0"), run.stdout + run.stderr
+    assert run.stdout.strip()
+    return set(names)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +187,27 @@ print("PROBE", code, *loaded, file=sys.stderr)
 def test_quick_commands_load_neither_torch_nor_numba(arguments: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     write_file(file)
-    words = [str(file) if word == "FILE" else word for word in arguments]
-    run = subprocess.run(
-        [sys.executable, "-c", PROBE, *words], capture_output=True, text=True, cwd=tmp_path, timeout=120
-    )
-    assert run.stderr.splitlines()[-1] == "PROBE 0", run.stdout + run.stderr
-    assert run.stdout.strip()
+    assert loaded(arguments, file) <= {"numpy"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("convert", "--help"),
+        ("targets",),
+        ("inspect", "FILE"),
+        ("inspect", "FILE", "--json"),
+        ("check", "FILE", "--runtime", "comfyui"),
+        ("FILE", "--to", "bf16", "--dry-run"),
+        ("FILE", "--to", "comfy_nvfp4", "--dry-run"),
+        ("FILE", "--to", "convrot_int8", "--dry-run", "--json"),
+        ("FILE", "--to", "auto_gptq", "--dry-run"),
+        ("FILE", "--to", "gguf:q8_0", "--dry-run"),
+    ],
+    ids=" ".join,
+)
+def test_a_plain_header_needs_no_numpy(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    write_plain(file)
+    assert not loaded(arguments, file)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from qconvert.kernels import search
-from qconvert.kernels.api import F32, FP8_MAX, I8, U8, Quality, Raw
+from qconvert.kernels.api import FP8_MAX, Quality
+from qconvert.kernels.arrays import F32, I8, U8, Raw
 from qconvert.kernels.check import check_group, check_nvfp4, check_w4a8
 from qconvert.kernels.codebook import UNIFORM, fit_codebook
 from qconvert.kernels.cpu import blocks, casts, fp8_fit, rotate, rows, w4a8, w6a8

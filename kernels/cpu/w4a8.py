@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from qconvert.kernels.api import F32 as Floats
-from qconvert.kernels.api import U8
+from qconvert.kernels.arrays import F32 as Floats
+from qconvert.kernels.arrays import U8
 from qconvert.kernels.cpu import bits
 from qconvert.kernels.cpu.jit import (
     F32,

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from qconvert.kernels import reference as ref
 from qconvert.kernels import reference_w4a8 as ref_w4a8
-from qconvert.kernels.api import F32, FP8_MAX, I8, U8, Quality, Raw
+from qconvert.kernels.api import FP8_MAX, Quality
+from qconvert.kernels.arrays import F32, I8, U8, Raw
 from qconvert.kernels.check import check_group, check_nvfp4, check_w4a8
 from qconvert.kernels.codebook import fit_codebook
 from qconvert.kernels.triton import launch, launch_blocks, launch_grid, launch_rows

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from qconvert.convert.cli import cli
 from qconvert.convert.job import Request, run_job
 from qconvert.convert.source_error import source_lines
-from qconvert.formats.cells import CELLS, cell_errors
+from qconvert.formats.cells import cell_errors, code_errors
 from qconvert.formats.checkpoint import opened
 from qconvert.runtime.calibration_record import write_calibration
 
@@ -81,7 +81,7 @@ def test_cells() -> None:
     even = cell_errors(np.arange(-8, 8, dtype=np.float32))
     np.testing.assert_allclose(even, 1 / 12, rtol=1e-6)
     # Around 1 the steps of e4m3 are 1/16 and 1/8; 0 and -0 share a cell.
-    assert CELLS["F8_E4M3"][0x38] == pytest.approx(((1 / 32) ** 3 + (1 / 16) ** 3) / (3 * 3 / 32))
-    assert CELLS["F8_E4M3"][0] == CELLS["F8_E4M3"][0x80] == pytest.approx(2.0**-18 / 12)
+    assert code_errors("F8_E4M3")[0x38] == pytest.approx(((1 / 32) ** 3 + (1 / 16) ** 3) / (3 * 3 / 32))
+    assert code_errors("F8_E4M3")[0] == code_errors("F8_E4M3")[0x80] == pytest.approx(2.0**-18 / 12)
     uneven = cell_errors(np.array([3, 0, 1], np.float32))
     np.testing.assert_allclose(uneven, [1 / 3, 1 / 12, (1 + 1 / 8) / (3 * 1.5)], rtol=1e-6)
