@@ -159,7 +159,8 @@ def _columns(checkpoint: Checkpoint, layer: Layer, budget: int) -> F64:
         packed = stored.rows("weight", a, b).view(np.uint8).reshape(b - a, layer.k // 2)
         scales = squared_scales(stored, a, b, layer.options)
         row = scales.mean(axis=1, keepdims=True)
-        energy += _column_energy(packed, scales / np.where(row > 0, row, np.float32(1)))
+        weights = np.asarray(scales / np.where(row > 0, row, 1), np.float32)
+        energy += _column_energy(packed, weights)
     return energy
 
 
