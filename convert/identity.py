@@ -39,15 +39,15 @@ def plan_digest(plan: Plan) -> str:
 
 def _plain(value: Any) -> Any:
     """`value` as JSON with one spelling: keys in order, sets sorted, arrays by their bytes."""
+    # First, for nearly everything is one of these, and the plan of a plain source need not import numpy.
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
     if isinstance(value, Mapping):
         return {str(key): _plain(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(str(item) for item in value)
-    # Before numpy is asked for: the plan of a plain source holds nothing else.
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
     if isinstance(value, np.ndarray):
         return [str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
     if isinstance(value, np.generic):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -82,9 +81,8 @@ def say_rows(rows: Sequence[Row], indent: int = 0, *, head: bool = False) -> Non
     if quiet() or not rows:
         return
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    columns = shutil.get_terminal_size().columns
-    room = columns - indent - sum(widths) - 2 * len(widths)
-    if not _terminal() or room < NARROW:
+    columns = _columns() if _terminal() else 0
+    if columns - indent - sum(widths) - 2 * len(widths) < NARROW:
         for line in table(rows, " " * indent):
             click.echo(line)
         return
@@ -99,10 +97,16 @@ def say_rows(rows: Sequence[Row], indent: int = 0, *, head: bool = False) -> Non
         grid.add_column(Text(_shown(name)), overflow="fold", min_width=width)
     for row in rows[1:] if head else rows:
         grid.add_row(*(Text(_shown(cell)) for cell in row))
-    console = Console(
-        file=_stream(), highlight=False, no_color=not _coloured(), width=shutil.get_terminal_size().columns
-    )
+    console = Console(file=_stream(), highlight=False, no_color=not _coloured(), width=columns)
     console.print(Padding(grid, (0, 0, 0, indent)))
+
+
+def _columns() -> int:
+    """Of the window."""
+    # Here, for it brings every compression that Python knows.
+    from shutil import get_terminal_size
+
+    return get_terminal_size().columns
 
 
 def _terminal() -> bool:

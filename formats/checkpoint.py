@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -125,6 +124,9 @@ class Checkpoint:
 
     def digest(self) -> str:
         """sha256 over the headers of all shards: names what the plan was made from."""
+        # Here, for whoever only looks: it loads OpenSSL.
+        import hashlib
+
         state = hashlib.sha256()
         for header in self.headers:
             state.update(len(header.raw).to_bytes(8, "little") + header.raw)
@@ -184,9 +186,9 @@ class Checkpoint:
                         found=f"{tensor.nbytes} bytes",
                         expected=f"at most {MAX_MARKER_BYTES}",
                     )
-                found[name.removesuffix(MARKER_SUFFIX)] = self.pread(
-                    tensor.file, tensor.start, tensor.nbytes
-                ).tobytes()
+                raw = bytearray(tensor.nbytes)
+                self.pread_into(tensor.file, tensor.start, memoryview(raw))
+                found[name.removesuffix(MARKER_SUFFIX)] = bytes(raw)
         return found
 
     @cached_property

@@ -8,6 +8,7 @@ configurations: FORMATS_OTHER sections 3, 4, 5, 8 (compressed-tensors, ModelOpt,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from qconvert.formats.base import (
@@ -84,7 +85,7 @@ class Float8(Codec):
         experts = weight.shape[0] if len(weight.shape) == 3 else 0
         shape = weight.shape[1:] if experts else weight.shape
         n = shape[0] if shape else 1
-        k = int(np.prod(shape[1:], dtype=np.int64)) if len(shape) > 1 else 1
+        k = prod(shape[1:]) if len(shape) > 1 else 1
         said = quant_config(group)
         options: dict[str, Any] = {"kind": kind, "shape": weight.shape, "scale": "none"}
         owned = {"weight"}

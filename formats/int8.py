@@ -6,6 +6,7 @@ Layout and arithmetic: FORMATS "int8_tensorwise" and "int8 + ConvRot": w = rotat
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from qconvert.formats.base import (
@@ -54,7 +55,7 @@ class Int8(Codec):
             return "int8 without a floating weight_scale"
         experts = weight.shape[0] if len(weight.shape) == 3 else 0
         shape = weight.shape[1:] if experts else weight.shape
-        n, k = shape[0], int(np.prod(shape[1:], dtype=np.int64))
+        n, k = shape[0], prod(shape[1:])
         scale_shape = scale.shape
         if experts and scale_shape[:1] == (experts,):
             scale_shape = scale_shape[1:]

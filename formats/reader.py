@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from math import prod
 
 from qconvert.formats.base import Options
 from qconvert.formats.checkpoint import Checkpoint
@@ -120,4 +121,4 @@ class LayerReader:
 def _size(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of whole rows; of sub-byte types what fills bytes."""
     exact = nbytes(dtype, shape)
-    return exact if exact is not None else BITS[dtype] * int(np.prod(shape, dtype=np.int64)) // 8
+    return exact if exact is not None else BITS[dtype] * prod(shape) // 8

@@ -8,6 +8,7 @@ with group scales alone have no int8 grid (w = q * scale); their codes are kept 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from qconvert.formats.base import Codec, Codes, Group, Options, Part, Recognition, Statistic, Stored
@@ -65,7 +66,7 @@ class W4A8(Codec):
         if found is None or rel.shape[:-1] != weight.shape[:-1]:
             return f"{source} {rel} does not fit a packed weight {weight} with group_size {stated}"
         k, g, bits = found
-        if channel is not None and int(np.prod(channel.shape, dtype=np.int64)) != n * max(experts, 1):
+        if channel is not None and prod(channel.shape) != n * max(experts, 1):
             return f"weight_s_channel {channel} is not one value a row of [{n}, {k}]"
         findings: list[Finding] = []
         owned = {"weight", source} | ({"weight_s_channel"} if channel is not None else set())

@@ -211,3 +211,19 @@ def test_a_plain_header_needs_no_numpy(arguments: tuple[str, ...], tmp_path: Pat
     file = tmp_path / "model.safetensors"
     write_plain(file)
     assert not loaded(arguments, file)
+
+
+def test_markers_and_headers_of_quantised_files_are_read_without_numpy(tmp_path: Path) -> None:
+    """numpy comes when values are looked at, which not every format needs."""
+    marker = json.dumps({"format": "convrot_w4a4", "convrot_groupsize": 256, "quant_group_size": 64}).encode()
+    file, prefix = tmp_path / "model.safetensors", "blocks.0.attn.to_q"
+    write_tensors(
+        file,
+        {
+            f"{prefix}.weight": ("I8", [64, 128], bytes(64 * 128)),
+            f"{prefix}.weight_scale": ("F32", [64], struct.pack("<f", 0.01) * 64),
+            f"{prefix}.comfy_quant": ("U8", [len(marker)], marker),
+        },
+    )
+    assert not loaded(("inspect", "FILE"), file)
+    assert not loaded(("check", "FILE"), file)
