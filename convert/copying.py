@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
-from qconvert.convert.writeback import begin_writeback
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.header import PAGE
 
@@ -21,6 +20,8 @@ class Target(Protocol):
 
     def write(self, data: memoryview | bytes, offset: int) -> None: ...
 
+    def wrote(self, offset: int, size: int) -> None: ...
+
 
 def copy_run(checkpoint: Checkpoint, file: int, start: int, out: Target, offset: int, size: int) -> None:
     """`size` bytes from byte `start` of the source's shard `file` to byte `offset` of `out`.
@@ -35,7 +36,7 @@ def copy_run(checkpoint: Checkpoint, file: int, start: int, out: Target, offset:
         out.write(checkpoint.pread(file, start, size).data, offset)
         return
     if (start - offset) % PAGE == 0 and copy_in_kernel(source, out.fd, start, offset, size):
-        begin_writeback(out.fd, offset, size)
+        out.wrote(offset, size)
         return
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, size)))
     for done in range(0, size, _BUFFER_BYTES):

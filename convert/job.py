@@ -300,7 +300,7 @@ def execute_plan(
             verdicts = tuple(contract.check(view) for contract in plan.contracts)
             gate(path, plan, verdicts)
             read_back(checkpoint, written, plan, results, path, backend)
-            writer.seal(outs, written, request.jobs or os.cpu_count() or 1)
+            writer.seal(outs, request.jobs or os.cpu_count() or 1)
         try:
             for out in outs:
                 out.commit()

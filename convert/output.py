@@ -9,11 +9,13 @@ import os
 import shutil
 import stat
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
 from qconvert.convert.journal import Journal
-from qconvert.convert.writeback import begin_writeback
+from qconvert.convert.writeback import Writer
+from qconvert.formats.digest import Checksums
 from qconvert.formats.errors import QConvertError, TransferError, UsageError
 
 #: Room beyond the payload that must be free, for the file system's own needs.
@@ -94,6 +96,9 @@ class OutputFile:
         self._force = force
         self._resume = resume
         self._fd = -1
+        self._writer: Writer
+        #: Told of everything that is written, where all of it goes through here.
+        self.checksums: Checksums | None = None
         self._done = False
 
     def __enter__(self) -> OutputFile:
@@ -102,6 +107,7 @@ class OutputFile:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             began = self._open()
+            self._writer = Writer(self._fd)
         except OSError as error:
             self._discard(keep=True)
             raise self._failed(error) from None
@@ -190,14 +196,40 @@ class OutputFile:
 
     def write(self, data: memoryview | bytes, offset: int) -> None:
         """All of `data` at `offset`. Safe from several threads. Raises QConvertError (no space, I/O error)."""
-        view, at = memoryview(data).cast("B"), offset
         try:
-            while view:
-                done = os.pwrite(self._fd, view, at)
-                view, at = view[done:], at + done
+            self._writer.write(data, offset)
         except OSError as error:
             raise self._failed(error) from None
-        begin_writeback(self._fd, offset, at - offset)
+        if self.checksums is not None:
+            self.checksums.wrote(offset, len(memoryview(data).cast("B")))
+
+    def wrote(self, offset: int, size: int) -> None:
+        """Somebody else, the kernel it may be, wrote these bytes through `fd`."""
+        self._writer.wrote(offset, size)
+        if self.checksums is not None:
+            self.checksums.wrote(offset, size)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """What was written there. Raises QConvertError (I/O error, no such bytes)."""
+        data = b""
+        while len(data) < size:
+            try:
+                more = os.pread(self._fd, size - len(data), offset + len(data))
+            except OSError as error:
+                raise self._failed(error) from None
+            if not more:
+                raise QConvertError(
+                    "the unfinished output became shorter while it was written",
+                    file=str(self.path),
+                    found=f"end at {offset + len(data)}",
+                    expected=f"byte {offset + size}",
+                )
+            data = data + more if data else more
+        return data
+
+    def flushing(self) -> AbstractContextManager[None]:
+        """While bytes are written: the device is kept busy (see `Writer.flushing`)."""
+        return self._writer.flushing(self.path.parent)
 
     def flush(self) -> None:
         """Everything written so far is on the device."""

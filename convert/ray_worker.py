@@ -20,6 +20,7 @@ from qconvert.convert.execute import Executor
 from qconvert.convert.identity import job_digest
 from qconvert.convert.journal import Record
 from qconvert.convert.units import Unit, make_units
+from qconvert.convert.writeback import Writer
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import QConvertError, TransferError
 from qconvert.formats.header import Layout
@@ -78,21 +79,22 @@ class SharedOutput:
         if os.pread(self._fd, len(prefix), 0) != prefix:
             os.close(self._fd)
             raise QConvertError("the output is another one than this worker was told of", file=str(path))
+        self._writer = Writer(self._fd)
 
     @property
     def fd(self) -> int:
         return self._fd
 
     def write(self, data: memoryview | bytes, offset: int) -> None:
-        view = memoryview(data).cast("B")
         try:
-            while view:
-                done = os.pwrite(self._fd, view, offset)
-                view, offset = view[done:], offset + done
+            self._writer.write(data, offset)
         except OSError as error:
             raise TransferError(
                 f"cannot be written: {error.strerror or error}", file=str(self.path)
             ) from None
+
+    def wrote(self, offset: int, size: int) -> None:
+        self._writer.wrote(offset, size)
 
     def close(self) -> None:
         """Flushed first: who hears that a piece is done reads it on another machine."""

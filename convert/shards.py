@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from qconvert.convert.actions import Action, CopyOut, Plan, out_spec
 from qconvert.convert.execute import Executor, Result
@@ -14,7 +13,7 @@ from qconvert.convert.output import OutputFile
 from qconvert.convert.place import lay_out
 from qconvert.convert.units import make_units
 from qconvert.formats.checkpoint import INDEX_SUFFIX, Checkpoint, dumps
-from qconvert.formats.digest import digest_place, file_digest
+from qconvert.formats.digest import Checksums, digest_place, file_digest
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.header import Layout
 from qconvert.formats.tensors import TensorSpec
@@ -124,22 +123,20 @@ class ShardWriter:
         """Convert shard after shard; energies per transformed layer."""
         results: dict[str, Result] = {}
         for out, (_, shard, laid) in zip(outs, self.parts, strict=True):
-            results |= executor(laid, out).run(make_units(shard, laid))
+            with out.flushing():
+                out.checksums = Checksums(out.read, len(laid.prefix), laid.file_size)
+                results |= executor(laid, out).run(make_units(shard, laid))
         return results
 
-    def seal(self, outs: list[OutputFile], written: Checkpoint, jobs: int) -> None:
+    def seal(self, outs: list[OutputFile], jobs: int) -> None:
         """Fill in each file's digest. Raises QConvertError for a header that leaves its place open."""
-        for index, (out, (name, _, laid)) in enumerate(zip(outs, self.parts, strict=True)):
+        for out, (name, _, laid) in zip(outs, self.parts, strict=True):
             place = digest_place(laid.prefix)
             if place is None:
                 raise QConvertError("another entry looks like a digest", file=name)
-            start = len(laid.prefix)
-
-            def read(at: int, size: int, index: int = index) -> Any:
-                return written.pread(index, at, size)
-
-            found = file_digest(laid.prefix, read, start, laid.file_size, jobs)
-            out.write(found.encode(), place)
+            # Where others wrote the file, nothing is known of it yet.
+            checksums = out.checksums or Checksums(out.read, len(laid.prefix), laid.file_size)
+            out.write(file_digest(laid.prefix, checksums, jobs).encode(), place)
 
     @staticmethod
     def written(outs: list[OutputFile]) -> Checkpoint:

@@ -8,8 +8,9 @@ and every run of wrong bits of up to 32; it runs as fast as memory. It does not 
 from __future__ import annotations
 
 import hashlib
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,19 +35,59 @@ def digest_place(prefix: bytes) -> int | None:
     return prefix.find(mark) if prefix.count(mark) == 1 else None
 
 
-def file_digest(prefix: bytes, read: Read, start: int, end: int, jobs: int) -> str:
-    """The digest of a file whose header, the digest not filled in, is `prefix`, and whose payload is [start, end)."""
+class Checksums:
+    """The CRC-32 of each block of the payload [start, end) of a file.
 
-    def checksum(begin: int) -> bytes:
+    Of a file that is being written, a block is read as soon as all of it is there: later it may have to come back from
+    the device. `wrote` says what is there; it may be called from several threads, for other bytes each.
+    """
+
+    def __init__(self, read: Read, start: int, end: int) -> None:
+        self._read, self._start, self._end = read, start, end
+        self._missing = [min(BLOCK, end - at) for at in range(start, end, BLOCK)]
+        self._known: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    def wrote(self, offset: int, size: int) -> None:
+        """Bytes [offset, offset + size) of the file are there. Raises what reading raises."""
+        begin, end = max(offset, self._start), min(offset + size, self._end)
+        whole = []
+        with self._lock:
+            for block in range((begin - self._start) // BLOCK, -((self._start - end) // BLOCK)):
+                at = self._start + block * BLOCK
+                self._missing[block] -= min(end, at + BLOCK) - max(begin, at)
+                # Written once more: what was read is no longer so.
+                self._known.pop(block, None)
+                if not self._missing[block]:
+                    whole.append(block)
+        for block in whole:
+            value = self._checksum(block)
+            with self._lock:
+                if not self._missing[block]:
+                    self._known[block] = value
+
+    def values(self, jobs: int) -> Iterator[bytes]:
+        """All of them in order, 4 bytes each, those that are not known yet on `jobs` threads."""
+        with ThreadPoolExecutor(max(1, jobs)) as pool:
+            yield from pool.map(self._value, range(len(self._missing)))
+
+    def _value(self, block: int) -> bytes:
+        known = self._known.get(block)
+        return self._checksum(block) if known is None else known
+
+    def _checksum(self, block: int) -> bytes:
+        begin = self._start + block * BLOCK
         value = 0
-        for at in range(begin, min(begin + BLOCK, end), _PIECE):
-            value = zlib.crc32(read(at, min(_PIECE, begin + BLOCK - at, end - at)), value)
+        for at in range(begin, min(begin + BLOCK, self._end), _PIECE):
+            value = zlib.crc32(self._read(at, min(_PIECE, begin + BLOCK - at, self._end - at)), value)
         return value.to_bytes(4, "little")
 
+
+def file_digest(prefix: bytes, checksums: Checksums, jobs: int) -> str:
+    """The digest of a file whose header, the digest not filled in, is `prefix`, before the payload of `checksums`."""
     state = hashlib.sha256(prefix)
-    with ThreadPoolExecutor(max(1, jobs)) as pool:
-        for value in pool.map(checksum, range(start, end, BLOCK)):
-            state.update(value)
+    for value in checksums.values(jobs):
+        state.update(value)
     return _MARK + state.hexdigest()
 
 
@@ -63,7 +104,7 @@ def check_digests(checkpoint: Checkpoint, jobs: int) -> None:
             return checkpoint.pread(index, at, size)
 
         clean = prefix.replace(recorded.encode(), PENDING.encode())
-        found = file_digest(clean, read, header.data_start, header.file_size, jobs)
+        found = file_digest(clean, Checksums(read, header.data_start, header.file_size), jobs)
         if found != recorded:
             raise QConvertError(
                 "is not what was written: bits have changed since",

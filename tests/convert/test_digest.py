@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from qconvert.formats import digest
 from qconvert.formats.checkpoint import opened
-from qconvert.formats.digest import KEY, PENDING, file_digest
+from qconvert.formats.digest import KEY, PENDING, Checksums, file_digest
 
 Write = Callable[..., Path]
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -100,12 +105,68 @@ def test_json(source_file: Path, tmp_path: Path, run: Callable[..., tuple[int, s
 def test_the_definition() -> None:
     """By hand: sha256 over the header and each block's CRC-32, little-endian."""
     import hashlib
-    import zlib
 
     payload = np.random.default_rng(1).bytes((16 << 20) + 5)
     prefix = b"header " + PENDING.encode()
     state = hashlib.sha256(prefix)
     for block in (payload[: 16 << 20], payload[16 << 20 :]):
         state.update(zlib.crc32(block).to_bytes(4, "little"))
-    found = file_digest(prefix, lambda at, size: payload[at : at + size], 0, len(payload), 2)
+    found = file_digest(prefix, Checksums(lambda at, size: payload[at : at + size], 0, len(payload)), 2)
     assert found == "crc16m:" + state.hexdigest() and len(found) == len(PENDING)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_checksums_taken_while_writing_are_those_of_the_finished_file(data: st.DataObject) -> None:
+    """Pieces in any order, some written twice, some never told of: what is read early is what is there at the end."""
+    start = data.draw(st.integers(0, 40))
+    size = data.draw(st.sampled_from([0, 1, 99, 100, 101, 350]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest, "BLOCK", 100)
+        patch.setattr(digest, "_PIECE", 7)
+        file = bytearray(start + size)
+        reads = 0
+
+        def read(at: int, count: int) -> bytes:
+            nonlocal reads
+            reads += 1
+            assert 0 < count <= 7 and start <= at and at + count <= len(file)
+            return bytes(file[at : at + count])
+
+        sums = Checksums(read, start, len(file))
+        cuts = sorted(data.draw(st.sets(st.integers(0, len(file)), max_size=12)) | {0, len(file)})
+        pieces = list(itertools.pairwise(cuts))
+        again = data.draw(st.lists(st.sampled_from(pieces), max_size=3)) if pieces else []
+        silent = data.draw(st.booleans())
+        for number, (a, b) in enumerate(data.draw(st.permutations([*pieces, *again]))):
+            file[a:b] = data.draw(st.binary(min_size=b - a, max_size=b - a))
+            if not (silent and number == 0):
+                sums.wrote(a, b - a)
+        early = reads
+        wanted = [
+            zlib.crc32(file[at : min(at + 100, len(file))]).to_bytes(4, "little")
+            for at in range(start, len(file), 100)
+        ]
+        assert list(sums.values(2)) == wanted
+        if not again and not silent:
+            # Nothing had to be read at the end.
+            assert reads == early
+
+
+def test_blocks_are_read_while_the_file_is_written(
+    source_file: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every block once, and none is left for the end."""
+    monkeypatch.setattr(digest, "BLOCK", 1 << 12)
+    at_the_end: list[int] = []
+    real = Checksums.values
+
+    def values(self: Checksums, jobs: int) -> Iterator[bytes]:
+        at_the_end.append(len(self._missing) - len(self._known))
+        return real(self, jobs)
+
+    monkeypatch.setattr(Checksums, "values", values)
+    out = tmp_path / "out.safetensors"
+    assert run(source_file, "--to", "comfy_nvfp4", "-o", out)[0] == 0
+    assert at_the_end == [0]
+    assert run("verify", "--digest", out)[0] == 0

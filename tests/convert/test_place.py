@@ -14,6 +14,7 @@ from qconvert.convert.copying import copy_in_kernel, copy_run
 from qconvert.convert.job import Request, plan_job, run_job
 from qconvert.convert.place import page_offset
 from qconvert.convert.units import COPY_BYTES, CopyUnit, make_units
+from qconvert.convert.writeback import Writer
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.header import PAGE
 
@@ -131,16 +132,6 @@ def test_a_run_is_copied_wherever_it_lies(tmp_path: Path, shift: int, size: int)
     source = write(tmp_path / "in.safetensors", [("x", "U8", (len(data),), data)])
     with Checkpoint.open(source) as checkpoint, (tmp_path / "out").open("wb+") as handle:
         start = checkpoint.tensors["x"].start
-        out = _Plain(handle.fileno())
+        out = Writer(handle.fileno())
         copy_run(checkpoint, 0, start + shift, out, start % PAGE, size)
         assert os.pread(handle.fileno(), size + PAGE, start % PAGE) == data[shift:]
-
-
-class _Plain:
-    """A file that is written to and no more."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def write(self, data: memoryview | bytes, offset: int) -> None:
-        assert os.pwrite(self.fd, data, offset) == len(data)
