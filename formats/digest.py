@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import QConvertError
+
+try:
+    # The same numbers at four times the speed, where the machine has instructions for them.
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
 
 #: The header's string entry.
 KEY = "qconvert_digest"
@@ -79,7 +84,7 @@ class Checksums:
         begin = self._start + block * BLOCK
         value = 0
         for at in range(begin, min(begin + BLOCK, self._end), _PIECE):
-            value = zlib.crc32(self._read(at, min(_PIECE, begin + BLOCK - at, self._end - at)), value)
+            value = crc32(self._read(at, min(_PIECE, begin + BLOCK - at, self._end - at)), value)
         return value.to_bytes(4, "little")
 
 

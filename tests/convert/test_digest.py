@@ -153,6 +153,13 @@ def test_checksums_taken_while_writing_are_those_of_the_finished_file(data: st.D
             assert reads == early
 
 
+def test_a_quicker_library_s_checksums_are_zlib_s() -> None:
+    data = np.random.default_rng(2).bytes(100_001)
+    for size in (0, 1, 15, 16, 1000, 65_536, 100_001):
+        for value in (0, 1, 0xFFFFFFFF):
+            assert digest.crc32(data[:size], value) == zlib.crc32(data[:size], value)
+
+
 def test_blocks_are_read_while_the_file_is_written(
     source_file: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
