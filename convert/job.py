@@ -255,6 +255,7 @@ def execute_plan(
     for name, _, _ in writer.parts:
         refuse_same_file(checkpoint.local_files, path.parent / name)
     backend = deferred_backend(request.backend)
+    jobs = request.jobs or os.cpu_count() or 1
     with ExitStack() as stack:
         beside = stack.enter_context(Sidecars(path.parent, sidecars | writer.index, force=request.force))
         calibrate = _calibration(stack, request, plan, backend)
@@ -274,7 +275,7 @@ def execute_plan(
                 out,
                 backend,
                 quality=plan.quality,
-                jobs=request.jobs or os.cpu_count() or 1,
+                jobs=jobs,
                 progress=progress if notes is None else lambda done: None,
                 memory=request.memory,
                 journal=notes or out.journal,
@@ -299,8 +300,8 @@ def execute_plan(
             )
             verdicts = tuple(contract.check(view) for contract in plan.contracts)
             gate(path, plan, verdicts)
-            read_back(checkpoint, written, plan, results, path, backend)
-            writer.seal(outs, request.jobs or os.cpu_count() or 1)
+            read_back(checkpoint, written, plan, results, path, backend, jobs)
+            writer.seal(outs, jobs)
         try:
             for out in outs:
                 out.commit()

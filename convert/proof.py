@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from qconvert.convert.actions import LOSSLESS, Action, CopyOut, Plan
@@ -12,6 +13,7 @@ from qconvert.formats.dtypes import FLOATS
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.layers import Layer, take_inventory
 from qconvert.formats.reader import LayerReader
+from qconvert.formats.tensors import TensorSpec
 from qconvert.formats.values import seen_as
 from qconvert.kernels.api import Backend
 from qconvert.kernels.arrays import Array, np
@@ -37,6 +39,7 @@ def read_back(
     results: dict[str, Result],
     path: Path,
     backend: Backend,
+    jobs: int,
 ) -> None:
     """Look at every quantised layer of the written file. Raises QConvertError where it is not as planned.
 
@@ -45,39 +48,57 @@ def read_back(
     layer is also read in the source's way, that settles it, and nothing is decoded.
     """
     there = take_inventory(written).layers
-    for action in plan.actions:
-        if (not action.transforms and not action.layer.quantised) or action.layer.bare:
-            continue
-        layer = there.get(action.prefix)
-        layer = seen_as(layer, action.layer) if layer else None
-        if layer is None or (layer.n, layer.k) != (action.layer.n, action.layer.k):
+
+    def look(action: Action) -> None:
+        _look(checkpoint, written, there, action, results.get(action.layer.prefix), path, backend)
+
+    # Two at the most: each holds rows of a layer. In the plan's order, so that the first fault is the one that is told.
+    with ThreadPoolExecutor(max(1, min(jobs, 2))) as pool:
+        for _ in pool.map(look, plan.actions):
+            pass
+
+
+def _look(
+    checkpoint: Checkpoint,
+    written: Checkpoint,
+    there: Mapping[str, Layer],
+    action: Action,
+    result: Result | None,
+    path: Path,
+    backend: Backend,
+) -> None:
+    """One layer. Raises QConvertError."""
+    if (not action.transforms and not action.layer.quantised) or action.layer.bare:
+        return
+    layer = there.get(action.prefix)
+    layer = seen_as(layer, action.layer) if layer else None
+    if layer is None or (layer.n, layer.k) != (action.layer.n, action.layer.k):
+        raise QConvertError(
+            "the written file does not hold this layer as planned", file=str(path), layer=action.prefix
+        )
+    _same_ends(checkpoint, written, action, path)
+    if action.kind in LOSSLESS:
+        _finite_scales(checkpoint, action.layer)
+        _finite_block_scales(checkpoint, action.layer, backend)
+    if not action.transforms and _read_alike(action.layer, layer):
+        return
+    if action.kind == "repack" and _same_codes(checkpoint, written, action.layer, layer, backend):
+        return
+    source, target = Side(checkpoint, action.layer), Side(written, layer)
+    for probe in result.probes if result and result.probes else [_first_rows(action.layer)]:
+        signal, noise = compare_rows(source, target, probe.expert, probe.a, probe.b, backend)
+        # Rotating back and forth in float32 leaves about 1e-13 of the signal's energy, and of the smallest numbers
+        # nothing: each of at most 256 that are added up may lose half of what float32 can tell apart.
+        floor = 1e-12 * signal + (probe.b - probe.a) * layer.k * (256 * _LEAST) ** 2
+        if abs(noise - probe.noise) > 0.05 * probe.noise + floor:
             raise QConvertError(
-                "the written file does not hold this layer as planned", file=str(path), layer=action.prefix
+                "the written layer does not read back as what was encoded",
+                file=str(path),
+                layer=action.prefix,
+                found=f"{decibels(signal, noise):.1f} dB in rows {probe.a} to {probe.b}",
+                expected=f"{decibels(signal, probe.noise):.1f} dB",
+                hint="this is a fault of qconvert; please report it",
             )
-        _same_ends(checkpoint, written, action, path)
-        if action.kind in LOSSLESS:
-            _finite_scales(checkpoint, action.layer)
-            _finite_block_scales(checkpoint, action.layer, backend)
-        if not action.transforms and _read_alike(action.layer, layer):
-            continue
-        if action.kind == "repack" and _same_codes(checkpoint, written, action.layer, layer, backend):
-            continue
-        source, target = Side(checkpoint, action.layer), Side(written, layer)
-        result = results.get(action.layer.prefix)
-        for probe in result.probes if result and result.probes else [_first_rows(action.layer)]:
-            signal, noise = compare_rows(source, target, probe.expert, probe.a, probe.b, backend)
-            # Rotating back and forth in float32 leaves about 1e-13 of the signal's energy, and of the smallest numbers
-            # nothing: each of at most 256 that are added up may lose half of what float32 can tell apart.
-            floor = 1e-12 * signal + (probe.b - probe.a) * layer.k * (256 * _LEAST) ** 2
-            if abs(noise - probe.noise) > 0.05 * probe.noise + floor:
-                raise QConvertError(
-                    "the written layer does not read back as what was encoded",
-                    file=str(path),
-                    layer=action.prefix,
-                    found=f"{decibels(signal, noise):.1f} dB in rows {probe.a} to {probe.b}",
-                    expected=f"{decibels(signal, probe.noise):.1f} dB",
-                    hint="this is a fault of qconvert; please report it",
-                )
 
 
 def _finite_scales(checkpoint: Checkpoint, layer: Layer) -> None:
@@ -117,12 +138,13 @@ def _finite_block_scales(checkpoint: Checkpoint, layer: Layer, backend: Backend)
         if kind not in _NO_NUMBERS:
             continue
         # A look at the bytes is nearly free. Which of them count, the codec knows, and is asked only where one is bad.
-        scales = [checkpoint.read(tensor.name)]
-        if _count(scales[0], kind):
-            scales = list(_block_scales(checkpoint, layer, backend)) or scales
-        bad = sum(_count(part, kind) for part in scales)
+        bad, size = _count_stored(checkpoint, tensor, kind), tensor.nbytes
         if bad:
-            raise _not_finite(checkpoint, layer, suffix, bad, sum(part.size for part in scales))
+            scales = list(_block_scales(checkpoint, layer, backend))
+            if scales:
+                bad, size = sum(_count(part, kind) for part in scales), sum(part.size for part in scales)
+        if bad:
+            raise _not_finite(checkpoint, layer, suffix, bad, size)
 
 
 def _block_scales(checkpoint: Checkpoint, layer: Layer, backend: Backend) -> Iterator[Array]:
@@ -135,12 +157,21 @@ def _block_scales(checkpoint: Checkpoint, layer: Layer, backend: Backend) -> Ite
                 yield codes["block_scale"]
 
 
+def _count_stored(checkpoint: Checkpoint, tensor: TensorSpec, kind: str) -> int:
+    """Codes of a stored tensor that are no numbers. In pieces that stay in the cache."""
+    buffer = np.empty(min(_PIECE, tensor.nbytes), np.uint8)
+    bad = 0
+    for at in range(0, tensor.nbytes, _PIECE):
+        piece = buffer[: tensor.nbytes - at]
+        checkpoint.pread_into(tensor.file, tensor.start + at, piece.data)
+        bad += _count(piece, kind)
+    return bad
+
+
 def _count(codes: Array, kind: str) -> int:
-    """Codes that are no numbers. In pieces that stay in the cache."""
+    """Codes that are no numbers."""
     mask, least = _NO_NUMBERS[kind]
-    flat = codes.reshape(-1).view(np.uint8)
-    pieces = (flat[a : a + _PIECE] & mask for a in range(0, flat.size, _PIECE))
-    return sum(int(np.count_nonzero(piece >= least)) for piece in pieces)
+    return int(np.count_nonzero((codes.view(np.uint8) & mask) >= least))
 
 
 def _same_codes(

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 #: Less is left to come along with its neighbours: a request has a price of its own.
-_LEAST_BYTES = 256 << 10
+_LEAST_BYTES = 32 << 10
 #: SYNC_FILE_RANGE_WRITE of Linux' fs.h: begin to write dirty pages, wait for nothing.
 _WRITE = 2
 #: One call moves no more. Linux 6.18's ext4 took five times as long for calls of 2 MiB, whose pages it looks for in one
