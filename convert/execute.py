@@ -266,7 +266,9 @@ class Executor:
     def _piece_rows(self, action: Action) -> int:
         layer = action.layer
         step = lcm(layer.codec.row_step(layer.options), action.codec.row_step(action.options))
-        return max(step, PIECE_ELEMENTS // max(layer.k, 1) // step * step)
+        # A repack holds no float32: its pieces may be larger, and there is less to do around them.
+        elements = 2 * PIECE_ELEMENTS if action.kind == "repack" else PIECE_ELEMENTS
+        return max(step, elements // max(layer.k, 1) // step * step)
 
     def _values(self, task: _Task, a: int, b: int) -> F32:
         """Source rows [a, b) in the basis that the output is stored in, finite."""
