@@ -22,6 +22,8 @@ from qconvert.runtime.contracts.registry import contract_names, get_contract
 from qconvert.runtime.families import detect
 from qconvert.runtime.roles import is_embedding_name
 
+#: By the axes of their weights.
+_KINDS = {1: "norm", 2: "linear"}
 #: Kinds of finding that fit on a screen beside the rest.
 FINDINGS = 10
 
@@ -120,7 +122,7 @@ def _families(checkpoint: Checkpoint) -> list[str]:
 def _kinds(inventory: Inventory) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, str], list[Layer]] = {}
     for layer in inventory.layers.values():
-        kind = "bank" if layer.experts else {1: "norm", 2: "linear"}.get(layer.ndim, "conv")
+        kind = "bank" if layer.experts else _KINDS.get(layer.ndim, "conv")
         if kind == "linear" and is_embedding_name(layer.prefix):
             kind = "embedding"
         groups.setdefault((kind, layer.word), []).append(layer)
@@ -145,7 +147,7 @@ def _kinds(inventory: Inventory) -> list[tuple[str, ...]]:
 
 
 def _carriers(checkpoint: Checkpoint) -> list[str]:
-    tensors = sum(name.endswith(".comfy_quant") for name in checkpoint.tensors)
+    tensors = len(checkpoint.marker_bytes())
     carriers = [f"{tensors} comfy_quant tensors"] if tensors else []
     if HEADER_KEY in checkpoint.metadata:
         carriers.append(f"header {HEADER_KEY}")

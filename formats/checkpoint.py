@@ -24,6 +24,7 @@ MAX_MARKER_BYTES = 65536
 #: Of an index, which names every tensor; and of a configuration.
 MAX_JSON_BYTES = 32_000_000
 MAX_CONFIG_BYTES = 8_000_000
+_COMPACT = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 #: How the name of an index ends.
 INDEX_SUFFIX = ".index.json"
 
@@ -49,13 +50,14 @@ class Checkpoint:
         for index, file in enumerate(files):
             header = read_container(file, index)
             self.headers.append(header)
-            for tensor in header.tensors:
-                if tensor.name in self.tensors:
-                    raise HeaderError(
-                        f"tensor {tensor.name!r} is in two shards",
-                        file=f"{files[self.tensors[tensor.name].file]} and {file}",
-                    )
-                self.tensors[tensor.name] = tensor
+            tensors = {tensor.name: tensor for tensor in header.tensors}
+            twice = next((name for name in tensors if name in self.tensors), None)
+            if twice is not None:
+                raise HeaderError(
+                    f"tensor {twice!r} is in two shards",
+                    file=f"{files[self.tensors[twice].file]} and {file}",
+                )
+            self.tensors.update(tensors)
             for key, value in header.metadata.items():
                 self.metadata.setdefault(key, value)
         self.config = _read_config(path if path.is_dir() else path.parent)
@@ -194,7 +196,15 @@ class Checkpoint:
     @cached_property
     def specs(self) -> dict[str, Spec]:
         """Type and shape of every tensor. One object for all who ask, so that answers about it can be kept."""
-        return {name: tensor.spec for name, tensor in self.tensors.items()}
+        known: dict[tuple[str, tuple[int, ...]], Spec] = {}
+        specs: dict[str, Spec] = {}
+        for name, tensor in self.tensors.items():
+            # Of thousands most are alike.
+            spec = known.get((tensor.dtype, tensor.shape))
+            if spec is None:
+                spec = known[tensor.dtype, tensor.shape] = tensor.spec
+            specs[name] = spec
+        return specs
 
     def view(self) -> HeaderView:
         """What a contract may look at."""
@@ -361,4 +371,4 @@ def spec_of(checkpoint: Checkpoint, name: str) -> Spec:
 
 def dumps(document: Any) -> str:
     """Compact JSON, keys in the order given: what markers and metadata are written with."""
-    return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+    return _COMPACT.encode(document)

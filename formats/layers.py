@@ -24,6 +24,7 @@ from qconvert.kernels.arrays import Array
 #: Tensors of a layer that no codec owns but that belong to it by right.
 COMPANIONS = frozenset({"bias", "input_scale", "scale_input", "pre_quant_scale"})
 SENTINEL = "scaled_fp8"
+_WEIGHT = frozenset({"weight"})
 #: How the bits of a format may lie where its marker does not say: keys of --assume, and their values.
 LAYOUT_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
     "nvfp4": {"scales": ("swizzled", "linear"), "nibbles": ("high", "low")},
@@ -180,7 +181,7 @@ def take_inventory(checkpoint: Checkpoint, assume: Sequence[Assumption] = ()) ->
     for prefix, tensors in groups.items():
         if prefix not in markers and _alone(tensors):
             n, k, options = plain_form(tensors["weight"])
-            layers[prefix] = Layer(prefix, n, k, plain, options, tensors, frozenset({"weight"}))
+            layers[prefix] = Layer(prefix, n, k, plain, options, tensors, _WEIGHT)
             continue
         state = markers.get(prefix, Markers())
         assumed: Assumption | None = None
@@ -232,22 +233,24 @@ def _group(
     anchors = {anchor for item in CODECS for anchor in item.anchors}
     inner = anchors.union(*(item.submodules for item in CODECS))
     dotted = tuple("." + anchor for anchor in anchors if "." in anchor)
-    parts = [(*name.rpartition("."), tensor) for name, tensor in checkpoint.tensors.items()]
-    prefixes = {prefix for prefix, dot, suffix, _ in parts if dot and suffix in anchors}
+    parts = [name.rpartition(".") for name in checkpoint.tensors]
+    prefixes = {prefix for prefix, dot, suffix in parts if suffix in anchors and dot}
     for name in checkpoint.tensors:
         if name.endswith(dotted):
             prefixes.update(name.removesuffix(anchor) for anchor in dotted if name.endswith(anchor))
     groups: dict[str, dict[str, TensorSpec]] = {}
     loose: list[TensorSpec] = []
     sentinels: list[TensorSpec] = []
-    for prefix, _, suffix, tensor in parts:
-        name = tensor.name
-        if suffix != SENTINEL and prefix not in prefixes:
+    for (name, tensor), (prefix, _, suffix) in zip(checkpoint.tensors.items(), parts, strict=True):
+        if prefix not in prefixes and suffix != SENTINEL:
             prefix, suffix = _below_anchor(name, prefixes, inner)
         if suffix == SENTINEL:
             sentinels.append(tensor)
         elif prefix in prefixes:
-            groups.setdefault(prefix, {})[suffix] = tensor
+            if prefix in groups:
+                groups[prefix][suffix] = tensor
+            else:
+                groups[prefix] = {suffix: tensor}
         elif name.endswith(MARKER_SUFFIX):
             sentinels.append(tensor)
         elif tensor.dtype in BLOCKS:

@@ -39,9 +39,9 @@ class ComfyContract:
         """What ComfyUI would do with this header. `tp` is ignored: ComfyUI splits no layer."""
         found = read(view)
         layers = [
-            self._judge(found, layer, specs)
-            for layer, specs in sorted(found.specs.items())
-            if layer in found.markers and "weight" in specs
+            self._judge(found, layer, found.specs[layer])
+            for layer in sorted(found.markers)
+            if "weight" in found.specs.get(layer, ())
         ]
         violations = [*container_violations(view), *found.violations, *self._unmarked(view, found)]
         if not found.markers and not violations:

@@ -65,8 +65,12 @@ def tensors_by_layer(view: HeaderView) -> dict[str, dict[str, Spec]]:
     layers: dict[str, dict[str, Spec]] = {}
     for name, spec in view.tensors.items():
         prefix, _, suffix = name.rpartition(".")
-        if suffix != MARKER:
-            layers.setdefault(prefix, {})[suffix] = spec
+        if suffix == MARKER:
+            continue
+        if prefix in layers:
+            layers[prefix][suffix] = spec
+        else:
+            layers[prefix] = {suffix: spec}
     return layers
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -124,21 +124,30 @@ class Names:
         return frozenset(name.removesuffix(".weight") for name in self.specs if name.endswith(".weight"))
 
 
+def _first_part(name: str) -> str:
+    return name[: name.find(".") + 1]
+
+
+def _heads(name: str) -> Iterator[str]:
+    """What it begins with, up to one of its first dots."""
+    end = name.find(".")
+    for _ in range(_DEPTH):
+        if end < 0:
+            return
+        yield name[: end + 1]
+        end = name.find(".", end + 1)
+
+
 class Groups:
     """A header's names by prefix, made when first asked for."""
 
     def __init__(self, tensors: Mapping[str, Spec]) -> None:
         self._tensors = tensors
         self._made: dict[str, Names] = {}
-        #: By the number of their parts.
-        self._heads: list[dict[str, None]] = [{} for _ in range(_DEPTH)]
+        #: By their first part.
+        self._below: dict[str, list[str]] = {}
         for name in tensors:
-            end = name.find(".")
-            for heads in self._heads:
-                if end < 0:
-                    break
-                heads[name[: end + 1]] = None
-                end = name.find(".", end + 1)
+            self._below.setdefault(_first_part(name), []).append(name)
         self._found: dict[str, tuple[str, ...]] = {}
 
     def prefixes(self, component: Component, own: tuple[NamePattern, ...] | None) -> tuple[str, ...]:
@@ -147,12 +156,20 @@ class Groups:
         found: list[str] = [] if own else [""]
         for pattern in asked:
             if pattern.pattern not in self._found:
-                # Every dot is written out, and none is repeated (`NamePattern`s are plain): no more parts than dots.
-                depth = pattern.pattern.count("\\.")
-                heads = [head for heads in self._heads[:depth] for head in heads]
-                self._found[pattern.pattern] = tuple(filter(pattern.compiled.fullmatch, heads))
+                self._found[pattern.pattern] = tuple(self._matching(pattern))
             found += self._found[pattern.pattern]
         return tuple(found)
+
+    def _matching(self, pattern: NamePattern) -> Iterator[str]:
+        """What the pattern matches of that names begin with, up to a dot."""
+        few = strings(pattern.pattern)
+        if few is not None:
+            for text in few:
+                if any(name.startswith(text) for name in self._below.get(_first_part(text), ())):
+                    yield text
+            return
+        heads = (head for name in filter(pattern.compiled.match, self._tensors) for head in _heads(name))
+        yield from filter(pattern.compiled.fullmatch, dict.fromkeys(heads))
 
     def names(self, prefix: str) -> Names:
         if prefix not in self._made:

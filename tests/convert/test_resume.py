@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,17 @@ def test_another_reading_of_the_source_is_another_plan(tmp_path: Path) -> None:
             plan, _ = plan_job(Request(file, "bf16", assume=(parse_assumption(text),)), checkpoint)
         digests.add(plan_digest(plan))
     assert len(digests) == 2
+
+
+def test_the_digest_of_a_plan_stays(tmp_path: Path) -> None:
+    """Another one would keep every unfinished output from being continued, and call every finished one stale."""
+    mark = {"format": "int8_tensorwise"}
+    file = s.write(tmp_path / "int8.safetensors", s.int8_file(s.network(), rotated=True, mark=mark))
+    with opened(file) as checkpoint:
+        plan, _ = plan_job(Request(file, "bf16"), checkpoint)
+    # Metadata hold the version and the source's own name.
+    known = replace(plan, contracts=(), metadata={"größe": "1 µm"})
+    assert plan_digest(known) == "2cd778eea98b0186a1443e1042e124d8799c404b7c45e1ae1b6e95da6abdcb69"
 
 
 @pytest.mark.usefixtures("small")

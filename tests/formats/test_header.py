@@ -219,6 +219,20 @@ BAD: dict[str, tuple[bytes, str]] = {
         file_bytes(b'{"a":{"dtype":"U8","dtype":"I8","shape":[0],"data_offsets":[0,0]}}', 0),
         "occurs twice",
     ),
+    "same name twice, spaces before its colons": (
+        file_bytes(b'{"a" :{"dtype" :"U8","shape" :[0],"data_offsets" :[0,0]},"a" :{}}', 0),
+        "'a' occurs twice",
+    ),
+    "same name twice, and colons in names": (
+        file_bytes(b'{"a":{},"a:":{},"::":{},"a":{}}', 0),
+        "'a' occurs twice",
+    ),
+    "same name twice, and entries that are long lists or strings": (
+        file_bytes(b'{"a":"four","a":[1,2,3]}', 0),
+        "'a' occurs twice",
+    ),
+    "same name twice, once escaped": (file_bytes(rb'{"a":{},"\u0061":{}}', 0), "'a' occurs twice"),
+    "same key twice, deeper": (file_bytes(b'{"a":{"dtype":{"b":1,"b":2}}}', 0), "'b' occurs twice"),
     "metadata twice": (file_bytes(b'{"__metadata__":{},"__metadata__":{}}', 0), "occurs twice"),
     "NaN": (file_bytes(b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,0]}}', 0), "NaN is not JSON"),
     "Infinity": (file_bytes(b'{"a":Infinity}', 0), "Infinity is not JSON"),
