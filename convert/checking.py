@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import click
 from qconvert.convert.reading import read_source
@@ -14,7 +15,6 @@ from qconvert.convert.screen import say_rows
 from qconvert.convert.verdicts import verdict_json
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.errors import QConvertError
-from qconvert.formats.evidence import Judgement
 from qconvert.formats.layers import Inventory
 from qconvert.formats.tensors import HeaderView
 from qconvert.runtime.contracts.base import Contract, Verdict, Violation
@@ -23,8 +23,11 @@ from qconvert.runtime.contracts.registry import DEFAULT_CONTRACT, get_contract
 from qconvert.runtime.model_names import model_name_violations, name_options, read_model
 from qconvert.runtime.model_rules import config_name, model_violations
 
+if TYPE_CHECKING:
+    from qconvert.formats.evidence import Judgement
+
 #: What reading a source gave, or why it could not be read.
-Weighed = tuple[Inventory, list[Judgement]] | QConvertError
+Weighed: TypeAlias = "tuple[Inventory, list[Judgement]] | QConvertError"
 #: Violations of one rule that are printed; --json lists all.
 SHOWN = 3
 #: What a file is converted to when a runtime is to take this format.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.errors import QConvertError
-from qconvert.formats.evidence import Judgement, weigh
 from qconvert.formats.layers import Assumption, Inventory, take_inventory
 from qconvert.runtime.roles import is_embedding_name
+
+if TYPE_CHECKING:
+    from qconvert.formats.evidence import Judgement
 
 
 def read_source(
@@ -16,6 +19,11 @@ def read_source(
 ) -> tuple[Inventory, list[Judgement]]:
     """Layers as they must be read, and what was judged from values. Raises as `take_inventory` does."""
     inventory = take_inventory(checkpoint, assume)
+    if not any(layer.quantised for layer in inventory.layers.values()):
+        return inventory, []
+    # Here, for whoever only looks at unquantised values.
+    from qconvert.formats.evidence import weigh
+
     return inventory, weigh(checkpoint, inventory, is_embedding_name)
 
 

@@ -29,14 +29,14 @@ _GRANTED = 1e-4
 #: Bytes that one compiled pattern may hold.
 _MAX_MEMORY = 1 << 19
 _SPECIAL = frozenset(r"\.^$*+?{}[]|()")
-_TOKEN = re.compile(r"\\.|[^\\]+|\\", re.DOTALL)
+_TOKEN = r"(?s)\\.|[^\\]+|\\"
 #: Escapes that RE2 has and `re` has not.
 _FOREIGN_ESCAPES = frozenset("CQEpPzK")
 #: Notation that both accept and read in different ways, and RE2's own.
 _AMBIGUOUS = ("{,", "[:", "(?<", "(?U", "\\x{")
 #: What means something else on other than plain ASCII: classes, case folding, `$` before a line's end.
-_ASCII_ONLY = re.compile(r"\\[wWdDsSbB]|\(\?[a-z]*i|\$")
-_REFERENCE = re.compile(r"\\(?:(?P<number>[1-9]\d?)|g<(?P<name>\w+)>|(?P<escape>.?))", re.DOTALL)
+_ASCII_ONLY = r"\\[wWdDsSbB]|\(\?[a-z]*i|\$"
+_REFERENCE = r"(?s)\\(?:(?P<number>[1-9]\d?)|g<(?P<name>\w+)>|(?P<escape>.?))"
 
 
 class PatternError(QConvertError):
@@ -113,7 +113,7 @@ class Pattern:
                 found=f"{len(name)} characters",
                 expected=f"at most {MAX_NAME}",
             )
-        if not (name.isascii() and name.isprintable()) and _ASCII_ONLY.search(self.text):
+        if not (name.isascii() and name.isprintable()) and re.search(_ASCII_ONLY, self.text):
             raise PatternError(
                 f"regular expression {self.text!r} reads differently from one engine to the next on a name "
                 f"that is not plain ASCII: {name[:80]!r}"
@@ -132,7 +132,7 @@ def compile_pattern(text: str, budget: Budget | None = None) -> Pattern:
     if not _SPECIAL & set(text):
         return Pattern(text, None, budget)
     bare = ""
-    for token in _TOKEN.findall(text):
+    for token in re.findall(_TOKEN, text):
         if token[0] == "\\" and token[1:] in _FOREIGN_ESCAPES:
             raise PatternError(f"{token} is not known")
         bare += "\\x" if token == "\\x" else "_" if token[0] == "\\" else token
@@ -231,4 +231,4 @@ def _expand(replacement: str, group: Callable[[Any], str | None]) -> str:
         except IndexError:
             raise PatternError(f"the pattern has no group {which}") from None
 
-    return _REFERENCE.sub(piece, replacement)
+    return re.sub(_REFERENCE, piece, replacement)

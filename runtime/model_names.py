@@ -20,7 +20,7 @@ _EXPECTED = (
 )
 #: How configs of transformers call the number of blocks.
 _DEPTH = ("num_hidden_layers", "num_layers", "n_layers", "depth", "n_layer")
-_BLOCK = re.compile(r"^(?P<stem>(?:[^.0-9][^.]*\.)+)(?P<block>\d+)\.")
+_BLOCK = r"(?P<stem>(?:[^.0-9][^.]*\.)+)(?P<block>\d+)\."
 
 
 def read_model(path: Path) -> frozenset[str] | dict[str, Any]:
@@ -98,7 +98,7 @@ def _blocks(names: Collection[str]) -> tuple[str, int] | None:
     """The longest list of blocks: its name, and how many it holds."""
     found: dict[str, int] = {}
     for name in names:
-        hit = _BLOCK.match(name)
+        hit = re.match(_BLOCK, name)
         if hit:
             found[hit["stem"]] = max(found.get(hit["stem"], 0), int(hit["block"]) + 1)
     return max(found.items(), key=lambda item: (item[1], item[0])) if found else None

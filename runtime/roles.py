@@ -30,13 +30,13 @@ def _is_table(name: str) -> bool:
 
 
 #: Layers whose input a tensor-parallel model splits over its ranks (row parallel), by the end of the name.
-_SPLIT_INPUT = re.compile(
+_SPLIT_INPUT = (
     r"(^|[._])"
     r"(o_proj|down_proj|out_proj|output_proj|c_proj|dense_4h_to_h|to_out(\.0)?|to_add_out|wo|w2|fc2|linear2|layer2"
     r"|net\.2|ffn\.2|mlp\.2|attn\.proj|(self|cross)_attn\.o|attention\.out)$"
 )
 #: Layers whose output is split (column parallel): into heads, and into the hidden width of an MLP.
-_SPLIT_OUTPUT = re.compile(
+_SPLIT_OUTPUT = (
     r"(^|[._])"
     r"([qkv]_proj|qkv|qkv_proj|to_(q|k|v|qkv|kv)|gate_proj|up_proj|gate_up(_proj)?|w1|w3|wi|wi_0|wi_1|fc1|linear1"
     r"|layer1|net\.0\.proj|ffn\.0|mlp\.0|(self|cross)_attn\.[qkv]|SelfAttention\.[qkv])$"
@@ -48,6 +48,6 @@ def split_axis(prefix: str) -> Literal["in", "out"] | None:
 
     The habit of transformer code, not a promise: a model may also keep such a layer whole on every rank.
     """
-    if _SPLIT_INPUT.search(prefix):
+    if re.search(_SPLIT_INPUT, prefix):
         return "in"
-    return "out" if _SPLIT_OUTPUT.search(prefix) else None
+    return "out" if re.search(_SPLIT_OUTPUT, prefix) else None

@@ -27,7 +27,7 @@ from qconvert.runtime.contracts.others import (
 
 ROWWISE = "rowwise-float8_e4m3fn"
 #: build_nvfp4_config_from_safetensors_list takes such names for Black Forest Labs' own files.
-_PACKED_QKV = re.compile(r"^(double_blocks\.\d+\.(img|txt)_attn\.qkv|single_blocks\.\d+\.linear1)\.")
+_PACKED_QKV = r"(double_blocks\.\d+\.(img|txt)_attn\.qkv|single_blocks\.\d+\.linear1)\."
 _FP4, _FP8, _ROWS = "modelopt_nvfp4", "modelopt_fp8", "rowwise_fp8"
 _METHODS = {_FP4: "ModelOptFp4LinearMethod", _FP8: "ModelOptFp8LinearMethod", _ROWS: "Fp8LinearMethod"}
 #: What a layer of each config may hold beside its weight.
@@ -240,7 +240,7 @@ def _reading(view: HeaderView, said: QuantConfig) -> Iterator[Violation]:
     high = bool(document.get("swap_weight_nibbles", document.get("checkpoint_uses_packed_qkv", False)))
     layout = str(document.get("checkpoint_weight_scale_layout", "linear"))
     stated = f"{'high' if high else 'low'} nibble first, block scales {layout}"
-    packed = next((name for name in sorted(view.tensors) if _PACKED_QKV.match(name)), None)
+    packed = next((name for name in sorted(view.tensors) if re.match(_PACKED_QKV, name)), None)
     if packed is None or (high and layout == "swizzled"):
         yield Violation("note", "reading", f"read with the {stated}")
     else:

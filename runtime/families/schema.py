@@ -139,8 +139,8 @@ class Family(NamedTuple):
 
 
 # A repeated group is the way to exponential backtracking; look-around and back-references are never needed here.
-_REPEATED = re.compile(r"\)[*+{]")
-_FANCY = re.compile(r"\(\?(?:[=!#]|<[=!])|\(\?P=|\\[1-9]")
+_REPEATED = r"\)[*+{]"
+_FANCY = r"\(\?(?:[=!#]|<[=!])|\(\?P=|\\[1-9]"
 
 
 class _Table:
@@ -211,7 +211,7 @@ class _Table:
         except re.error as error:
             raise self.fail(f"{key!r} is no regular expression: {text!r} ({error})") from error
         bare = re.sub(r"\\.", "x", text)
-        if _REPEATED.search(bare) or _FANCY.search(text):
+        if re.search(_REPEATED, bare) or re.search(_FANCY, text):
             raise self.fail(f"{key!r} must be plain (no repeated groups, look-around, references): {text!r}")
         return pattern
 
