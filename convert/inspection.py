@@ -15,9 +15,11 @@ from qconvert.convert.verdicts import verdict_json
 from qconvert.formats.checkpoint import Checkpoint, dumps, opened
 from qconvert.formats.errors import QConvertError
 from qconvert.formats.header import strict_json
-from qconvert.formats.layers import Inventory, Layer
+from qconvert.formats.layers import SENTINEL, Inventory, Layer
 from qconvert.formats.marker import HEADER_KEY
+from qconvert.formats.tensors import HeaderView
 from qconvert.runtime.contracts.base import Verdict
+from qconvert.runtime.contracts.common import suffixes
 from qconvert.runtime.contracts.registry import contract_names, get_contract
 from qconvert.runtime.families import detect
 from qconvert.runtime.roles import is_embedding_name
@@ -39,9 +41,9 @@ def run_inspect(path: Path, as_json: bool) -> None:
     unread = weighed if isinstance(weighed, QConvertError) else None
     inventory = Inventory({}, [], [], []) if isinstance(weighed, QConvertError) else weighed[0]
     if as_json:
-        click.echo(dumps(_json(path, checkpoint, inventory, verdicts, unread)))
+        click.echo(dumps(_json(path, checkpoint, view, inventory, verdicts, unread)))
     else:
-        for line in _screen(path, checkpoint, inventory, verdicts, unread):
+        for line in _screen(path, checkpoint, view, inventory, verdicts, unread):
             say_line(line)
     if unread:
         sys.exit(1)
@@ -50,6 +52,7 @@ def run_inspect(path: Path, as_json: bool) -> None:
 def _json(
     path: Path,
     checkpoint: Checkpoint,
+    view: HeaderView,
     inventory: Inventory,
     verdicts: Sequence[Verdict],
     unread: QConvertError | None,
@@ -58,7 +61,7 @@ def _json(
         "path": str(path),
         "bytes": checkpoint.nbytes,
         "tensors": len(checkpoint.tensors),
-        "carriers": _carriers(checkpoint),
+        "carriers": _carriers(view),
         "families": _families(checkpoint),
         "layers": [_layer_json(layer) for layer in inventory.layers.values()],
         "findings": [
@@ -74,6 +77,7 @@ def _json(
 def _screen(
     path: Path,
     checkpoint: Checkpoint,
+    view: HeaderView,
     inventory: Inventory,
     verdicts: Sequence[Verdict],
     unread: QConvertError | None,
@@ -81,7 +85,7 @@ def _screen(
     shards = f" in {len(checkpoint.files)} files" if len(checkpoint.files) > 1 else ""
     yield f"file      {path}  {size(checkpoint.nbytes)}, {len(checkpoint.tensors)} tensors{shards}"
     yield f"family    {', '.join(_families(checkpoint)) or 'unknown'}"
-    yield f"markers   {', '.join(_carriers(checkpoint)) or 'none'}"
+    yield f"markers   {', '.join(_carriers(view)) or 'none'}"
     if unread:
         yield f"holds     {tally(tensor.dtype for tensor in checkpoint.tensors.values())}"
         yield f"unread    {unread.line()}"
@@ -131,7 +135,8 @@ def _kinds(inventory: Inventory) -> list[tuple[str, ...]]:
         first = layers[0]
         shape = (first.n, first.k) if first.quantised else first.tensors["weight"].shape
         example = f"{first.prefix} {list(shape)}"
-        rows.append((kind, name, str(len(layers)), size(sum(layer.nbytes for layer in layers)), example))
+        total = sum(tensor.nbytes for layer in layers for tensor in layer.tensors.values())
+        rows.append((kind, name, str(len(layers)), size(total), example))
     if inventory.loose:
         total = sum(tensor.nbytes for tensor in inventory.loose)
         rows.append(
@@ -146,12 +151,11 @@ def _kinds(inventory: Inventory) -> list[tuple[str, ...]]:
     return rows
 
 
-def _carriers(checkpoint: Checkpoint) -> list[str]:
-    tensors = len(checkpoint.marker_bytes())
-    carriers = [f"{tensors} comfy_quant tensors"] if tensors else []
-    if HEADER_KEY in checkpoint.metadata:
+def _carriers(view: HeaderView) -> list[str]:
+    carriers = [f"{len(view.markers)} comfy_quant tensors"] if view.markers else []
+    if HEADER_KEY in view.metadata:
         carriers.append(f"header {HEADER_KEY}")
-    if any(name.rpartition(".")[2] == "scaled_fp8" for name in checkpoint.tensors):
+    if SENTINEL in suffixes(view):
         carriers.append("scaled_fp8 sentinel")
     return carriers
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 from qconvert.formats.finding import Finding
@@ -64,8 +64,7 @@ class Stored(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """The tensors under one layer prefix, as recognition sees them."""
 
     prefix: str
@@ -74,8 +73,8 @@ class Group:
     legacy_fp8: bool = False
     legacy_full_precision: bool = False
     #: config.json beside the file ({} when there is none), and the header's string entries.
-    config: Mapping[str, Any] = field(default_factory=dict)
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = MappingProxyType({})
+    metadata: Mapping[str, str] = MappingProxyType({})
     #: Reads a small tensor that describes the others (`weight_shape`, a JSON record); None when it is no small one.
     peek: Callable[[str], Array | None] = lambda suffix: None
     #: The first 64 KiB of a tensor, flat and in its own type: enough to recognise a constant or a mean.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from qconvert.formats.base import Codec, Group, Recognition
 from qconvert.formats.checkpoint import MARKER_SUFFIX, MAX_MARKER_BYTES, Checkpoint
@@ -42,7 +42,7 @@ _SCALE_NAMES = (
 )  # fmt: skip
 
 
-@dataclass
+@dataclass(slots=True)
 class Layer:
     """One weight with all that belongs to it.
 
@@ -126,15 +126,14 @@ class Inventory:
         return self.findings + [finding for layer in self.layers.values() for finding in layer.findings]
 
 
-@dataclass(frozen=True)
-class Assumption:
+class Assumption(NamedTuple):
     """`--assume REGEX=FORMAT[,key=value]`: what the user says of layers; it replaces what the file says."""
 
     text: str
     pattern: Pattern
     marker: Mapping[str, Any]
     #: What no marker can say: how the bits lie.
-    layout: Mapping[str, str] = field(default_factory=dict)
+    layout: Mapping[str, str]
 
 
 def parse_assumption(text: str) -> Assumption:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -15,8 +16,15 @@ from qconvert.kernels.arrays import F32, Array
 
 def plain_form(spec: Spec | TensorSpec) -> tuple[int, int, dict[str, Any]]:
     """(n, k, options) of a weight of floats."""
-    n = spec.shape[0] if spec.shape else 1
-    return n, prod(spec.shape[1:]), {"dtype": spec.dtype, "shape": spec.shape}
+    shape = spec.shape
+    n, k = _extent(shape)
+    return n, k, {"dtype": spec.dtype, "shape": shape}
+
+
+@lru_cache(4096)
+def _extent(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(n, k). Of a file's thousands of weights most have one of few shapes."""
+    return shape[0] if shape else 1, prod(shape[1:])
 
 
 class Plain(Codec):

@@ -8,9 +8,8 @@ when it is such an object and no list of layers; `quantization_config` in config
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from qconvert.formats.base import Group
 from qconvert.formats.header import strict_json
@@ -20,8 +19,7 @@ from qconvert.formats.patterns import Pattern, compile_all
 CONFIG_KEY = "quantization_config"
 
 
-@dataclass(frozen=True)
-class QuantConfig:
+class QuantConfig(NamedTuple):
     """`method`: who made the file ("modelopt", "compressed-tensors", "fp8", ...), "" where nothing says so."""
 
     method: str

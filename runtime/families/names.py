@@ -124,10 +124,6 @@ class Names:
         return frozenset(name.removesuffix(".weight") for name in self.specs if name.endswith(".weight"))
 
 
-def _first_part(name: str) -> str:
-    return name[: name.find(".") + 1]
-
-
 def _heads(name: str) -> Iterator[str]:
     """What it begins with, up to one of its first dots."""
     end = name.find(".")
@@ -144,10 +140,7 @@ class Groups:
     def __init__(self, tensors: Mapping[str, Spec]) -> None:
         self._tensors = tensors
         self._made: dict[str, Names] = {}
-        #: By their first part.
-        self._below: dict[str, list[str]] = {}
-        for name in tensors:
-            self._below.setdefault(_first_part(name), []).append(name)
+        self._firsts = {name[: name.find(".") + 1] for name in tensors}
         self._found: dict[str, tuple[str, ...]] = {}
 
     def prefixes(self, component: Component, own: tuple[NamePattern, ...] | None) -> tuple[str, ...]:
@@ -165,7 +158,8 @@ class Groups:
         few = strings(pattern.pattern)
         if few is not None:
             for text in few:
-                if any(name.startswith(text) for name in self._below.get(_first_part(text), ())):
+                first = text[: text.find(".") + 1]
+                if first in self._firsts and any(name.startswith(text) for name in self._tensors):
                     yield text
             return
         heads = (head for name in filter(pattern.compiled.match, self._tensors) for head in _heads(name))

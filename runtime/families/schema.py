@@ -356,12 +356,12 @@ def parse_common(
 
 
 #: Where the part of a family file ends that tells families apart; it comes first.
-_REST = re.compile(r"^\[\[(?!detect(\.shape)?\]\])", re.MULTILINE)
+_REST = r"(?m)^\[\[(?!detect(\.shape)?\]\])"
 
 
 def parse_head(text: str, name: str) -> Head:
     """The beginning of a family file that ships: reading TOML takes longer than most headers do."""
-    top = _toml(_REST.split(text, 1)[0], name, trusted=True)
+    top = _toml(re.split(_REST, text, maxsplit=1)[0], name, trusted=True)
     return Head(
         top.text("id"),
         cast(Component, top.choice("component", get_args(Component))),
