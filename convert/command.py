@@ -15,7 +15,7 @@ from qconvert.convert.backends import chosen_backend
 from qconvert.convert.classes import layer_class
 from qconvert.convert.cli import parse_pairs
 from qconvert.convert.forms import Forms
-from qconvert.convert.job import Outcome, Request, execute_plan, output_path, plan_job
+from qconvert.convert.job import Outcome, Request, execute_plan, head_start, output_path, plan_job
 from qconvert.convert.plan import PlanOptions
 from qconvert.convert.progress import progress_bar
 from qconvert.convert.recipe import DTYPES, read_recipe
@@ -93,8 +93,8 @@ def _run_convert(
 
         check_report(report, force=request.force)
     begun = time.monotonic()
-    with opened(source) as checkpoint:
-        plan, laid = plan_job(request, checkpoint)
+    with opened(source) as checkpoint, head_start(request, checkpoint) as head:
+        plan, laid = plan_job(request, checkpoint, None if dry_run else head)
         path = named_output(request, plan, laid)
         if not as_json:
             print_plan(checkpoint, plan, laid.file_size, path)
@@ -116,7 +116,7 @@ def _run_convert(
         if not as_json and any(action.transforms for action in plan.actions) and _first_run():
             say("note", "the first conversion after an install compiles its kernels: ten seconds or so, once")
         with progress_bar(sum(action.layer.nbytes for action in plan.actions), as_json) as advance:
-            outcome = execute_plan(request, checkpoint, plan, laid, advance, begun)
+            outcome = execute_plan(request, checkpoint, plan, laid, advance, begun, head)
         if as_json:
             click.echo(
                 dumps(outcome_json(outcome) | {"backends": [str(state) for state in backend_report()]})

@@ -153,7 +153,7 @@ class Executor:
         try:
             self._work()
         except BaseException as error:
-            self._stop(error)
+            self.stop(error)
             raise
         finally:
             for thread in threads:
@@ -199,7 +199,7 @@ class Executor:
             try:
                 job()
             except BaseException as error:
-                self._stop(error)
+                self.stop(error)
                 if not isinstance(error, Exception):
                     raise
             finally:
@@ -207,7 +207,8 @@ class Executor:
                     self._running -= 1
                     self._ready.notify_all()
 
-    def _stop(self, error: BaseException) -> None:
+    def stop(self, error: BaseException) -> None:
+        """Begin no more pieces: `run` ends with the first error that it was told of."""
         with self._ready:
             if self._error is None:
                 self._error = error

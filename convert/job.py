@@ -5,34 +5,29 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from qconvert.convert.actions import Plan, out_spec
-from qconvert.convert.execute import DEFAULT_MEMORY, Executor, Result
+from qconvert.convert.actions import LOSSLESS, Plan, out_spec
+from qconvert.convert.execute import DEFAULT_MEMORY, Result
 from qconvert.convert.forms import Forms
 from qconvert.convert.gate import gate, refuse_plan
-from qconvert.convert.identity import job_digest, plan_digest
-from qconvert.convert.journal import Notes
-from qconvert.convert.output import OutputFile, refuse_same_file
+from qconvert.convert.identity import plan_digest
 from qconvert.convert.place import lay_out
 from qconvert.convert.plan import PlanOptions, make_plan
 from qconvert.convert.proof import read_back
-from qconvert.convert.reading import read_source, refuse_senseless
-from qconvert.convert.shards import ShardWriter
-from qconvert.convert.sidecars import Sidecars
+from qconvert.convert.reading import refuse_senseless, weigh_source
 from qconvert.convert.source_error import SourceError, decoded_layers, source_errors
+from qconvert.convert.writing import HeadStart, Writing
 from qconvert.formats import digest
 from qconvert.formats.checkpoint import INDEX_SUFFIX, Checkpoint, dumps
 from qconvert.formats.containers import SUFFIXES
 from qconvert.formats.errors import QConvertError, UsageError
 from qconvert.formats.header import Layout
-from qconvert.formats.layers import Assumption
+from qconvert.formats.layers import Assumption, Inventory, take_inventory
 from qconvert.formats.remote import Place, Remote
-from qconvert.kernels.api import Backend
-from qconvert.kernels.select import deferred_backend
 from qconvert.runtime.contracts.base import Contract, Verdict
 from qconvert.runtime.contracts.registry import contracts_of, get_contract
 from qconvert.runtime.families import detect
@@ -41,9 +36,6 @@ from qconvert.runtime.targets import Target, get_target
 from qconvert.runtime.verify import decibels
 
 import qconvert
-
-if TYPE_CHECKING:
-    from qconvert.convert.calibration import Calibrator
 
 #: Noise over signal from which on a layer counts as lost (3 dB). The worst format on the worst weights has 10 dB.
 LEFT = 0.5
@@ -134,12 +126,55 @@ def contracts_for(target: Target, runtime: str | None) -> tuple[Contract, ...]:
     return (get_contract(first), *(get_contract(name) for name in names if name != first))
 
 
-def plan_job(request: Request, checkpoint: Checkpoint) -> tuple[Plan, Layout]:
-    """Everything that is decided before payload is read. Raises on a guess under --strict."""
+def plan_job(request: Request, checkpoint: Checkpoint, head: HeadStart | None = None) -> tuple[Plan, Layout]:
+    """Everything that is decided before an output is made. Raises on a guess under --strict.
+
+    `head`: begins with what markers and headers say, while values are looked at.
+    """
     target = get_target(request.target)
     contracts = contracts_for(target, request.runtime)
-    inventory, judgements = read_source(checkpoint, request.assume)
-    refuse_senseless(checkpoint, judgements)
+    inventory = take_inventory(checkpoint, request.assume)
+    drafted = None
+    if head is not None and _may_begin(request, checkpoint, inventory):
+        # What stands against a draft is told below, in its place.
+        claimed = inventory.copy()
+        with suppress(QConvertError):
+            drafted = _planned(request, checkpoint, claimed, target, contracts)
+            if all(action.kind in LOSSLESS for action in drafted[0].actions):
+                head.begin(*drafted)
+    refuse_senseless(checkpoint, weigh_source(checkpoint, inventory))
+    if drafted is not None and inventory == claimed:
+        return drafted
+    return _planned(request, checkpoint, inventory, target, contracts)
+
+
+def _may_begin(request: Request, checkpoint: Checkpoint, inventory: Inventory) -> bool:
+    """Whether values may be looked at beside the work: it is done here, from the beginning, and there are some."""
+    here = not isinstance(request.output, Remote) and len(checkpoint.local_files) == len(checkpoint.files)
+    plain = not (request.resume or request.forms.asked or request.calibration)
+    return (
+        here and plain and request.engine == "local" and any(x.quantised for x in inventory.layers.values())
+    )
+
+
+def head_start(request: Request, checkpoint: Checkpoint) -> HeadStart:
+    """What `plan_job` may begin and `execute_plan` takes over."""
+
+    def make(plan: Plan, laid: Layout) -> Writing:
+        path = final_output(request, checkpoint, plan)
+        assert isinstance(path, Path)
+        return _writing(request, checkpoint, plan, laid, path)
+
+    return HeadStart(make)
+
+
+def _planned(
+    request: Request,
+    checkpoint: Checkpoint,
+    inventory: Inventory,
+    target: Target,
+    contracts: tuple[Contract, ...],
+) -> tuple[Plan, Layout]:
     try:
         options = request.plan
         notes: tuple[str, ...] = ()
@@ -228,8 +263,9 @@ def run_job(
 ) -> Outcome:
     """Convert one checkpoint. Raises QConvertError and leaves nothing under the final name when anything fails."""
     begun = time.monotonic()
-    plan, laid = plan_job(request, checkpoint)
-    return execute_plan(request, checkpoint, plan, laid, progress, begun)
+    with head_start(request, checkpoint) as head:
+        plan, laid = plan_job(request, checkpoint, head)
+        return execute_plan(request, checkpoint, plan, laid, progress, begun, head)
 
 
 def execute_plan(
@@ -239,94 +275,59 @@ def execute_plan(
     laid: Layout,
     progress: Callable[[int], object],
     begun: float,
+    head: HeadStart | None = None,
 ) -> Outcome:
-    """Write, gate and read back what `plan_job` decided."""
+    """Write, gate and read back what `plan_job` decided; `head` may have begun with it."""
     path = final_output(request, checkpoint, plan)
     if isinstance(path, Remote):
         from qconvert.convert.upload import execute_staged
 
         return execute_staged(request, checkpoint, plan, laid, progress, begun)
-    sidecars = {}
-    if plan.target.sidecars is not None:
-        sidecars = plan.target.sidecars(output_form(plan, checkpoint, path.name))
-        if path.parent.resolve() == checkpoint.files[0].parent.resolve():
-            raise UsageError("the source's own folder", file=str(path.parent), hint="name another one")
-    writer = ShardWriter(plan, laid, path, request.shard_size)
-    for name, _, _ in writer.parts:
-        refuse_same_file(checkpoint.local_files, path.parent / name)
-    backend = deferred_backend(request.backend)
-    jobs = request.jobs or os.cpu_count() or 1
     with ExitStack() as stack:
-        beside = stack.enter_context(Sidecars(path.parent, sidecars | writer.index, force=request.force))
-        calibrate = _calibration(stack, request, plan, backend)
-        outs = writer.open(
-            stack,
-            lambda part: job_digest(part, checkpoint),
-            force=request.force,
-            resume=request.resume,
-            mode_of=next(iter(checkpoint.local_files), None),
-        )
-        taken_over = sum(len(out.journal.known()) for out in outs)
-
-        def executor(part: Layout, out: OutputFile, notes: Notes | None = None) -> Executor:
-            return Executor(
-                checkpoint,
-                part,
-                out,
-                backend,
-                quality=plan.quality,
-                jobs=jobs,
-                progress=progress if notes is None else lambda done: None,
-                memory=request.memory,
-                journal=notes or out.journal,
-                calibrator=calibrate(),
-            )
-
-        if request.engine == "ray":
-            from qconvert.convert.engine_ray import run_on_ray
-
-            results = run_on_ray(request, checkpoint, writer, outs, executor, progress)
+        writing = head.taken(laid) if head is not None else None
+        if writing is None:
+            writing = stack.enter_context(_writing(request, checkpoint, plan, laid, path))
         else:
-            results = writer.run(outs, executor)
+            stack.push(writing)
+        writer, outs = writing.writer, writing.outs
+        results = writing.results(progress)
         for out in outs:
             out.journal.begin_flush()
         checkpoint.check_unchanged()
         refuse_nothing_left(plan, results, str(checkpoint.path))
         with writer.written(outs) as written:
-            written.config = beside.config() if sidecars else written.config
+            if plan.target.sidecars is not None:
+                written.config = writing.beside.config()
             # The temporary names are gone when the verdicts are read; what mends an output begins from its source.
             view = replace(
                 written.view(), files=tuple(name for name, _, _ in writer.parts), source=str(request.source)
             )
             verdicts = tuple(contract.check(view) for contract in plan.contracts)
             gate(path, plan, verdicts)
-            read_back(checkpoint, written, plan, results, path, backend, jobs)
-            writer.seal(outs, jobs)
-        try:
-            for out in outs:
-                out.commit()
-            beside.commit()
-        except BaseException:
-            for out in outs:
-                out.withdraw()
-            raise
-    carried = source_errors(checkpoint, plan, backend)
-    seconds = time.monotonic() - begun
+            read_back(checkpoint, written, plan, results, path, writing.backend, writing.jobs)
+            writer.seal(outs, writing.jobs)
+        writing.commit()
+    carried = source_errors(checkpoint, plan, writing.backend)
     return Outcome(
-        plan, writer.path, checkpoint.nbytes, writer.nbytes, results, verdicts, seconds, carried, taken_over
+        plan,
+        writer.path,
+        checkpoint.nbytes,
+        writer.nbytes,
+        results,
+        verdicts,
+        time.monotonic() - begun,
+        carried,
+        writing.taken_over,
     )
 
 
-def _calibration(
-    stack: ExitStack, request: Request, plan: Plan, backend: Backend
-) -> Callable[[], Calibrator | None]:
-    """What makes a file's calibrator; it makes none where nothing was recorded."""
-    if request.calibration is None:
-        return lambda: None
-    from qconvert.convert.calibration import Calibration, Calibrator
-
-    calibration = stack.enter_context(closing(Calibration(request.calibration)))
-    return lambda: Calibrator(calibration, plan, backend)
+def _writing(request: Request, checkpoint: Checkpoint, plan: Plan, laid: Layout, path: Path) -> Writing:
+    sidecars: dict[str, bytes] = {}
+    if plan.target.sidecars is not None:
+        sidecars = plan.target.sidecars(output_form(plan, checkpoint, path.name))
+        if path.parent.resolve() == checkpoint.files[0].parent.resolve():
+            raise UsageError("the source's own folder", file=str(path.parent), hint="name another one")
+    return Writing(request, checkpoint, plan, laid, path, sidecars)
 
 
 def refuse_nothing_left(plan: Plan, results: dict[str, Result], file: str) -> None:

@@ -19,12 +19,17 @@ def read_source(
 ) -> tuple[Inventory, list[Judgement]]:
     """Layers as they must be read, and what was judged from values. Raises as `take_inventory` does."""
     inventory = take_inventory(checkpoint, assume)
+    return inventory, weigh_source(checkpoint, inventory)
+
+
+def weigh_source(checkpoint: Checkpoint, inventory: Inventory) -> list[Judgement]:
+    """What values say: layers are changed where they must be read otherwise (see `evidence.weigh`)."""
     if not any(layer.quantised for layer in inventory.layers.values()):
-        return inventory, []
+        return []
     # Here, for whoever only looks at unquantised values.
     from qconvert.formats.evidence import weigh
 
-    return inventory, weigh(checkpoint, inventory, is_embedding_name)
+    return weigh(checkpoint, inventory, is_embedding_name)
 
 
 def refuse_senseless(checkpoint: Checkpoint, judgements: Sequence[Judgement]) -> None:

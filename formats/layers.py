@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from qconvert.formats.base import Codec, Group, Recognition
@@ -124,6 +124,14 @@ class Inventory:
 
     def all_findings(self) -> list[Finding]:
         return self.findings + [finding for layer in self.layers.values() for finding in layer.findings]
+
+    def copy(self) -> Inventory:
+        """Another one that equals this, and stays as it is when values change how this one's layers are read."""
+        layers = {
+            prefix: replace(layer, options=dict(layer.options), findings=list(layer.findings))
+            for prefix, layer in self.layers.items()
+        }
+        return replace(self, layers=layers, findings=list(self.findings))
 
 
 class Assumption(NamedTuple):
