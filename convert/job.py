@@ -163,7 +163,7 @@ def head_start(request: Request, checkpoint: Checkpoint) -> HeadStart:
     def make(plan: Plan, laid: Layout) -> Writing:
         path = final_output(request, checkpoint, plan)
         assert isinstance(path, Path)
-        return _writing(request, checkpoint, plan, laid, path)
+        return _writing(request, checkpoint, plan, laid, path, draft=True)
 
     return HeadStart(make)
 
@@ -321,13 +321,15 @@ def execute_plan(
     )
 
 
-def _writing(request: Request, checkpoint: Checkpoint, plan: Plan, laid: Layout, path: Path) -> Writing:
+def _writing(
+    request: Request, checkpoint: Checkpoint, plan: Plan, laid: Layout, path: Path, draft: bool = False
+) -> Writing:
     sidecars: dict[str, bytes] = {}
     if plan.target.sidecars is not None:
         sidecars = plan.target.sidecars(output_form(plan, checkpoint, path.name))
         if path.parent.resolve() == checkpoint.files[0].parent.resolve():
             raise UsageError("the source's own folder", file=str(path.parent), hint="name another one")
-    return Writing(request, checkpoint, plan, laid, path, sidecars)
+    return Writing(request, checkpoint, plan, laid, path, sidecars, draft)
 
 
 def refuse_nothing_left(plan: Plan, results: dict[str, Result], file: str) -> None:

@@ -60,9 +60,13 @@ class Journal:
         self._noting: threading.Thread | None = None
         self._error: BaseException | None = None
         self._fd = -1
+        #: Whether another output may be wanted in the end: nothing is noted, and there is nothing to resume.
+        self.draft = False
 
-    def begin(self, resume: bool, intact: bool = True) -> None:
+    def begin(self, resume: bool, intact: bool = True, draft: bool = False) -> None:
         """Start anew, or (`resume`) take over what an earlier run noted. `intact`: the bytes it speaks of are there.
+
+        `draft`: pieces wait until `settle_on` says that it is this output that is made.
 
         Raises StaleError when there is something to resume that belongs to another source, plan or version.
         """
@@ -75,9 +79,19 @@ class Journal:
         # A line cut off by the kill goes; what follows starts on a line of its own.
         os.ftruncate(self._fd, keep)
         os.lseek(self._fd, keep, os.SEEK_SET)
-        if not keep:
-            # Not flushed: a journal without its first line is not believed, and the run then starts anew.
-            os.write(self._fd, (dumps({"qconvert": self.digest}) + "\n").encode())
+        self.draft = draft
+        if not keep and not draft:
+            self._write_head()
+
+    def _write_head(self) -> None:
+        # Not flushed: a journal without its first line is not believed, and the run then starts anew.
+        os.write(self._fd, (dumps({"qconvert": self.digest}) + "\n").encode())
+
+    def settle_on(self) -> None:
+        """What was begun as a draft is what is made: from now on it can be resumed. Raises OSError."""
+        with self._lock:
+            self._write_head()
+            self.draft = False
 
     def _load(self) -> int:
         data = self.path.read_bytes()
@@ -113,7 +127,7 @@ class Journal:
         with self._lock:
             self._raise()
             self._waiting.append({"key": key, **facts})
-            if time.monotonic() - self._last >= FLUSH_SECONDS:
+            if not self.draft and time.monotonic() - self._last >= FLUSH_SECONDS:
                 self._begin()
 
     def begin_flush(self) -> None:

@@ -81,12 +81,21 @@ class OutputFile:
     """Context manager. `commit` puts the file under its final name; leaving by an error removes every trace.
 
     A kill, an interruption by the user, or a TransferError leaves `.NAME.partial` and its journal for `--resume`.
-    `digest` names what is being made (see `Journal`). Two runs on one target exclude each other by a lock on the
+    `digest` names what is being made (see `Journal`). Of a `draft` nothing is left for `--resume` before `settle_on`:
+    another output may be wanted in the end. Two runs on one target exclude each other by a lock on the
     partial file.
     """
 
     def __init__(
-        self, path: Path, size: int, *, digest: str, force: bool, resume: bool, mode_of: Path | None = None
+        self,
+        path: Path,
+        size: int,
+        *,
+        digest: str,
+        force: bool,
+        resume: bool,
+        mode_of: Path | None = None,
+        draft: bool = False,
     ) -> None:
         self.path = path
         self.size = size
@@ -95,6 +104,7 @@ class OutputFile:
         self._mode_of = mode_of
         self._force = force
         self._resume = resume
+        self._draft = draft
         self._fd = -1
         self._writer: Writer
         #: Told of everything that is written, where all of it goes through here.
@@ -117,7 +127,7 @@ class OutputFile:
         try:
             # A run that held the lock until now may have finished the file.
             self._refuse_existing()
-            self.journal.begin(self._resume, intact=began)
+            self.journal.begin(self._resume, intact=began, draft=self._draft)
             self._require_space(folder)
             self._preallocate()
         except OSError as error:
@@ -238,6 +248,13 @@ class OutputFile:
         except OSError as error:
             raise self._failed(error) from None
 
+    def settle_on(self) -> None:
+        """This is the output that is made: no draft any more. Raises QConvertError."""
+        try:
+            self.journal.settle_on()
+        except OSError as error:
+            raise self._failed(error) from None
+
     def commit(self) -> None:
         """Flush to the device and rename; the folder is flushed too, so that the name survives a power cut."""
         # A device reports an error of writing once: to the flush that ran beside the work, it may be.
@@ -315,8 +332,10 @@ class OutputFile:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._done:
-            passing = kind is not None and (
-                not issubclass(kind, Exception) or issubclass(kind, TransferError)
+            passing = (
+                kind is not None
+                and not self.journal.draft
+                and (not issubclass(kind, Exception) or issubclass(kind, TransferError))
             )
             self._discard(keep=passing)
             if passing and isinstance(value, TransferError):

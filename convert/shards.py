@@ -101,6 +101,7 @@ class ShardWriter:
         force: bool,
         resume: bool,
         mode_of: Path | None,
+        draft: bool,
     ) -> list[OutputFile]:
         """All files at once, so that space and names are checked before anything is computed."""
         return [
@@ -112,6 +113,7 @@ class ShardWriter:
                     force=force,
                     resume=resume,
                     mode_of=mode_of,
+                    draft=draft,
                 )
             )
             for name, _, laid in self.parts

@@ -48,6 +48,10 @@ class Sidecars:
             raise QConvertError(
                 f"cannot be written: {error.strerror or error}", file=str(self._folder)
             ) from None
+        except BaseException:
+            # Interrupted: whoever does not get in does not leave either.
+            self._discard()
+            raise
         return self
 
     def config(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -58,7 +58,8 @@ class _Told:
 class Writing:
     """Context manager: opens every file of an output at once, so that space and names are checked before any work.
 
-    Leaving it without `commit` removes every trace, or keeps what `--resume` needs (see `OutputFile`).
+    Leaving it without `commit` removes every trace, or keeps what `--resume` needs (see `OutputFile`, also for
+    `draft`).
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class Writing:
         laid: Layout,
         path: Path,
         sidecars: dict[str, bytes],
+        draft: bool = False,
     ) -> None:
+        self._draft = draft
         self._request, self._checkpoint, self._plan = request, checkpoint, plan
-        self._folder, self._sidecars = path.parent, sidecars
+        self.folder, self._sidecars = path.parent, sidecars
         self.writer = ShardWriter(plan, laid, path, request.shard_size)
         self.backend: Backend = deferred_backend(request.backend)
         self.jobs = request.jobs or os.cpu_count() or 1
@@ -79,18 +82,20 @@ class Writing:
         self._told = _Told()
         self._thread: threading.Thread | None = None
         self._executor: Executor | None = None
-        self._given_up = False
+        #: Of what the thread and whoever gives it up know of each other.
+        self._lock = threading.Lock()
+        self._given_up = self._entered = False
         self._results: dict[str, Result] = {}
         self._error: BaseException | None = None
 
     def __enter__(self) -> Writing:
         local = self._checkpoint.local_files
         for name, _, _ in self.writer.parts:
-            refuse_same_file(local, self._folder / name)
+            refuse_same_file(local, self.folder / name)
         request = self._request
         with ExitStack() as stack:
             self.beside = stack.enter_context(
-                Sidecars(self._folder, self._sidecars | self.writer.index, force=request.force)
+                Sidecars(self.folder, self._sidecars | self.writer.index, force=request.force)
             )
             self._calibrate = _calibration(stack, request, self._plan, self.backend)
             self.outs = self.writer.open(
@@ -99,6 +104,7 @@ class Writing:
                 force=request.force,
                 resume=request.resume,
                 mode_of=next(iter(local), None),
+                draft=self._draft,
             )
             self._stack = stack.pop_all()
         self.taken_over = sum(len(out.journal.known()) for out in self.outs)
@@ -107,8 +113,11 @@ class Writing:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._thread is not None:
+        with self._lock:
             self._given_up = True
+            entered = self._entered
+        # A thread whose start was interrupted cannot be waited for; should it begin yet, it ends at once.
+        if self._thread is not None and entered:
             if self._executor is not None:
                 self._executor.stop(_GivenUpError())
             self._thread.join()
@@ -120,6 +129,10 @@ class Writing:
         self._thread.start()
 
     def _try(self) -> None:
+        with self._lock:
+            if self._given_up:
+                return
+            self._entered = True
         try:
             self._results = self._run()
         except BaseException as error:
@@ -199,22 +212,31 @@ class HeadStart:
     def __init__(self, make: Callable[[Plan, Layout], Writing]) -> None:
         self._make = make
         self._begun: tuple[Writing, bytes] | None = None
+        #: Folders that there were not before, inner ones first.
+        self._new_folders: list[Path] = []
 
     def begin(self, plan: Plan, laid: Layout) -> None:
         """Start to write. What stands against it is no error here: it is told once the plan stands."""
         try:
-            writing = self._make(plan, laid).__enter__()
+            writing = self._make(plan, laid)
+            folders = (writing.folder, *writing.folder.parents)
+            self._new_folders = [folder for folder in folders if not os.access(folder, os.F_OK)]
+            writing.__enter__()
         except QConvertError:
+            self._remove_folders()
             return
         self._begun = writing, laid.prefix
         writing.start()
 
     def taken(self, laid: Layout) -> Writing | None:
-        """The writing of exactly this output; the caller leaves it."""
+        """The writing of exactly this output; the caller leaves it. Raises QConvertError (no space, I/O error)."""
         if self._begun is None or self._begun[1] != laid.prefix:
             self.__exit__(None, None, None)
             return None
-        writing, self._begun = self._begun[0], None
+        writing = self._begun[0]
+        for out in writing.outs:
+            out.settle_on()
+        self._begun, self._new_folders = None, []
         return writing
 
     def __enter__(self) -> HeadStart:
@@ -226,3 +248,11 @@ class HeadStart:
         if self._begun is not None:
             writing, self._begun = self._begun[0], None
             writing.__exit__(kind, value, trace)
+        self._remove_folders()
+
+    def _remove_folders(self) -> None:
+        """Those that are empty: anything that appeared in them meanwhile stays."""
+        for folder in self._new_folders:
+            with suppress(OSError):
+                folder.rmdir()
+        self._new_folders = []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +161,26 @@ def test_a_fault_while_looking_leaves_nothing(
     request = Request(source, "comfy_nvfp4", tmp_path / "out" / "out.safetensors")
     with opened(source) as checkpoint, pytest.raises(QConvertError, match="cannot be read"):
         run_job(request, checkpoint)
-    assert heads == [False] and not list((tmp_path / "out").iterdir())
+    assert heads == [False] and not (tmp_path / "out").exists()
 
 
-def test_an_interruption_while_looking_can_be_continued(
-    made: Source, heads: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("target", ["comfy_nvfp4", "modelopt_nvfp4"])
+def test_folders_made_for_a_draft_go_with_it(
+    made: Source, tmp_path: Path, run: Callable[..., Any], target: str
 ) -> None:
-    source = made("structured")
+    source = made("structured", linear=True)
+    (tmp_path / "there").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    ran = run(source, "--to", target, "-o", tmp_path / "there" / "new" / "newer" / "model", "--strict")
+    assert ran.code == 1 and sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_an_interruption_while_looking_can_be_continued(
+    made: Source, heads: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linear: bool
+) -> None:
+    """Also where the values contradict the markers, so that what was begun is not what is made."""
+    source = made("structured", linear=linear)
     wanted = by_hand(source, "modelopt_nvfp4", tmp_path / "a" / "model")
     request = Request(source, "modelopt_nvfp4", tmp_path / "b" / "model")
 
@@ -176,7 +192,7 @@ def test_an_interruption_while_looking_can_be_continued(
         with opened(source) as checkpoint, pytest.raises(KeyboardInterrupt):
             run_job(request, checkpoint)
     assert heads == [False]
-    assert not [name for name in tree(tmp_path / "b") if not Path(name).name.startswith(".")]
+    assert not (tmp_path / "b").exists()
     again = Request(source, "modelopt_nvfp4", tmp_path / "b" / "model", resume=True)
     with opened(source) as checkpoint:
         run_job(again, checkpoint)
@@ -204,3 +220,66 @@ def test_giving_up_ends_the_work(made: Source, tmp_path: Path, monkeypatch: pyte
         at_the_end = len(pieces)
         assert not [p for p in (tmp_path / "out").rglob("*") if p.is_file()]
     assert len(pieces) == at_the_end
+
+
+def test_a_kill_while_looking_can_be_continued(
+    made: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was begun from markers that values contradict is no unfinished output of another plan."""
+    monkeypatch.setattr("qconvert.convert.journal.FLUSH_SECONDS", 0.0)
+    source, output = made("structured", linear=True), tmp_path / "b" / "model"
+    wanted = by_hand(source, "modelopt_nvfp4", tmp_path / "a" / "model")
+    left: dict[str, bytes] = {}
+    request = Request(source, "modelopt_nvfp4", output, jobs=2)
+    real = job.weigh_source
+
+    def looked(*args: Any) -> Any:
+        # All is written that can be before the values are known, and nothing is tidied up any more.
+        written.wait(30)
+        left.update(tree(output))
+        return real(*args)
+
+    written = threading.Event()
+    run_of = writing.Writing._run
+
+    def told(self: writing.Writing) -> Any:
+        try:
+            return run_of(self)
+        finally:
+            written.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "weigh_source", looked)
+        patch.setattr(writing.Writing, "_run", told)
+        with opened(source) as checkpoint:
+            run_job(request, checkpoint)
+    assert {".model.safetensors.partial", ".model.safetensors.journal"} <= set(left)
+    shutil.rmtree(output)
+    output.mkdir()
+    for name in (".model.safetensors.partial", ".model.safetensors.journal"):
+        (output / name).write_bytes(left[name])
+    with opened(source) as checkpoint:
+        run_job(replace(request, resume=True), checkpoint)
+    assert tree(output) == wanted
+
+
+def test_a_thread_whose_start_was_interrupted_is_not_waited_for(
+    made: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it begins later or never: nothing is written any more, and nothing is left."""
+    late: list[threading.Thread] = []
+
+    def interrupted(self: threading.Thread) -> None:
+        late.append(self)
+        raise KeyboardInterrupt
+
+    source = made("structured")
+    request = Request(source, "comfy_nvfp4", tmp_path / "out" / "model.safetensors", jobs=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with opened(source) as checkpoint, pytest.raises(KeyboardInterrupt):
+            run_job(request, checkpoint)
+    assert len(late) == 1 and not (tmp_path / "out").exists()
+    late[0].start()
+    late[0].join(30)
+    assert not late[0].is_alive() and not (tmp_path / "out").exists()
