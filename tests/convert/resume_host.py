@@ -86,9 +86,15 @@ def main() -> None:
     execute.PIECE_ELEMENTS = 1 << 13
     convert(source, output)  # loads everything once, so that a fork is in the middle of its work at once
     output.unlink()
-    begun, counted = time.monotonic(), output.with_suffix(".steps")
-    assert end_of(forked(lambda: stepping(lambda: convert(source, output), 0, counted))) == 0
-    seconds, steps = time.monotonic() - begun, int(counted.read_text())
+    counted, counts = output.with_suffix(".steps"), []
+    for _ in range(3):
+        output.unlink(missing_ok=True)
+        begun = time.monotonic()
+        assert end_of(forked(lambda: stepping(lambda: convert(source, output), 0, counted))) == 0
+        seconds = time.monotonic() - begun
+        counts.append(int(counted.read_text()))
+    # Flushes beside the work are more or fewer, as time allows: few runs have fewer steps than the shortest of these.
+    steps = min(counts)
     wanted = output.read_bytes()
     output.unlink()
     partial, notes = (output.with_name(f".{output.name}.{word}") for word in ("partial", "journal"))
