@@ -207,11 +207,11 @@ class OutputFile:
     def write(self, data: memoryview | bytes, offset: int) -> None:
         """All of `data` at `offset`. Safe from several threads. Raises QConvertError (no space, I/O error)."""
         try:
-            self._writer.write(data, offset)
+            size = self._writer.write(data, offset)
         except OSError as error:
             raise self._failed(error) from None
         if self.checksums is not None:
-            self.checksums.wrote(offset, len(memoryview(data).cast("B")))
+            self.checksums.wrote(offset, size)
 
     def wrote(self, offset: int, size: int) -> None:
         """Somebody else, the kernel it may be, wrote these bytes through `fd`."""

@@ -45,13 +45,14 @@ class Writer:
         self.fd = fd
         self._handed = 0
 
-    def write(self, data: memoryview | bytes, offset: int) -> None:
-        """All of `data` at `offset`. Raises OSError."""
+    def write(self, data: memoryview | bytes, offset: int) -> int:
+        """All of `data` at `offset`; how many bytes that are. Raises OSError."""
         view, at = memoryview(data).cast("B"), offset
         while view:
             done = os.pwrite(self.fd, view[:_CALL_BYTES], at)
             view, at = view[done:], at + done
         self.wrote(offset, at - offset)
+        return at - offset
 
     def wrote(self, offset: int, size: int) -> None:
         """Let the device begin with these bytes. A hint: errors are told by the flush that follows.
